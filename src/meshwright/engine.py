@@ -1,0 +1,234 @@
+"""The engine: carries a layout out inside one `jax.shard_map` over the whole mesh, all axes manual.
+
+A model is one-device maths in letters that asks the engine for what may cross devices. Five words move data: gather,
+scatter-sum, sum, shift, exchange. Each is differentiable, is checked by JAX's varying-axes types (``check_vma=True``)
+and does nothing where its axes are empty, so that one device runs the bare maths.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from meshwright.compat import vary, varying
+from meshwright.config import TrainConfig
+from meshwright.layout import Axes, Layout, Moves, Spec
+
+# ---- the five words ----------------------------------------------------------------------------------
+
+
+def gather(x: jax.Array, axes: Axes, dim: int, *, same: bool = False) -> jax.Array:
+    """Every shard of `dim` along `axes`, in order. `same`: the result counts as equal on all of them."""
+    return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying" if same else "varying") if axes else x
+
+
+def scatter_sum(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """The sum over `axes`, of which each device keeps its shard of `dim`."""
+    return lax.psum_scatter(vary(x, axes), axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+def sum_over(x: jax.Array, axes: Axes) -> jax.Array:
+    """The sum over `axes`, equal on all of them."""
+    return lax.psum(vary(x, axes), axes) if axes else x
+
+
+def shift(x: jax.Array, axis: str, by: int = 1) -> jax.Array:
+    """What the device `by` places before this one along `axis` holds; the ends are joined."""
+    n = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
+
+
+def exchange(x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+    """Split `dim` `split` over `axes` and put the received pieces together along `concat`."""
+    return lax.all_to_all(x, axes, split, concat, tiled=True) if axes else x
+
+
+def max_over(x: jax.Array, axes: Axes) -> jax.Array:
+    """The largest over `axes`, equal on all of them; has no gradient."""
+    return lax.pmax(vary(lax.stop_gradient(x), axes), axes) if axes else lax.stop_gradient(x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def gather_weight(w: jax.Array, axes: Axes, dim: int, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
+    """A whole weight from its ZeRO shards, moved in `compute`; its gradient is summed in `reduce` back onto the shards."""
+    return gather(w.astype(compute), axes, dim)
+
+
+def _gather_weight_fwd(w, axes, dim, compute, reduce):
+    return gather(w.astype(compute), axes, dim), jnp.zeros((0,), w.dtype)
+
+
+def _gather_weight_bwd(axes, dim, compute, reduce, empty, gradient):
+    return (scatter_sum(gradient.astype(reduce), axes, dim).astype(empty.dtype),)
+
+
+gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
+
+
+def place(axes: Axes) -> jax.Array | int:
+    """This device's place along `axes` together, slowest first: the number of its shard."""
+    return lax.axis_index(axes) if axes else 0
+
+
+def take_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """This device's shard of `dim` of an array that every device along `axes` holds whole. Moves nothing."""
+    if not axes:
+        return x
+    size = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in axes)
+    return lax.dynamic_slice_in_dim(vary(x, axes), place(axes) * size, size, dim)
+
+
+# ---- the engine --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One layout and one set of dtypes, as the model sees them."""
+
+    layout: Layout
+    compute_dtype: jnp.dtype
+    reduce_dtype: jnp.dtype
+    logits_dtype: jnp.dtype
+    kernel: str = "blockwise"
+    """The attention: `blockwise` (any platform), `splash` (TPU) or `cudnn` (GPU)."""
+    unroll_layers: bool = False
+    observe: Callable[[str, str, jax.Array], jax.Array] | None = None
+    """Called with the path, letters and value of every named array; its answer takes the array's place (for `verify`)."""
+    path: str = ""
+    """Where in the model the named arrays are: ``layers/3/``."""
+
+    @classmethod
+    def of(cls, layout: Layout, train: TrainConfig, platform: str) -> "Engine":
+        """The engine for `platform`: `cpu`, `tpu` or `gpu`."""
+        compute = jnp.dtype(compute_dtype_of(train, platform))
+        wide = lambda name: jnp.promote_types(name, compute) if compute == jnp.float64 else jnp.dtype(name)  # noqa: E731
+        kernel = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "blockwise")
+        return cls(
+            layout,
+            compute_dtype=compute,
+            reduce_dtype=wide(train.reduce_dtype),
+            logits_dtype=wide(train.logits_dtype),
+            kernel=kernel,
+            unroll_layers=platform == "cpu" and layout.model.layers <= 12,
+        )
+
+    @property
+    def wide_dtype(self) -> jnp.dtype:
+        """The dtype of norms, softmax and sums: float32, or the compute dtype where that is wider."""
+        return jnp.promote_types(self.compute_dtype, jnp.float32)
+
+    def name(self, x: jax.Array, name: str, letters: str) -> jax.Array:
+        """Name an array of a layer, for rematerialisation policies and for `verify`."""
+        x = checkpoint_name(x, name)
+        return x if self.observe is None else self.observe(f"{self.path}{name}", letters, x)
+
+    # ---- matmuls ----
+
+    def einsum(self, equation: str, x: jax.Array, *weights: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
+        """``"BTD,DNH DKH->BTNH BTKH"``: contract `x` with one or several weights, moving what the layouts ask for.
+
+        `x` is gathered once for all weights. One weight gives one array, several a tuple.
+        """
+        operands, results = equation.split("->")
+        x_letters, w_letters = operands.split(",")
+        outs = results.split()
+        plans = [self.layout.plan(x_letters, w, out) for w, out in zip(w_letters.split(), outs, strict=True)]
+        assert len({plan.gather_x for plan in plans}) == 1, f"{equation}: the weights need x in different layouts"
+        for letter, axes in plans[0].gather_x:
+            x = gather(x, axes, x_letters.index(letter))
+        parts = zip(w_letters.split(), outs, weights, plans, strict=True)
+        results = tuple(self._contract(x_letters, w_in, out, x, w, plan) for w_in, out, w, plan in parts)
+        return results if len(results) > 1 else results[0]
+
+    def _contract(self, x_in: str, w_in: str, out: str, x: jax.Array, w: jax.Array, plan: Moves) -> jax.Array:
+        y = contract(x_in, w_in, out, x, self._moved_weight(w, w_in, plan))
+        for letter, axes in plan.scatter_sum:
+            y = scatter_sum(y, axes, out.index(letter))
+        return sum_over(y, plan.sum_over)
+
+    def _moved_weight(self, w: jax.Array, letters: str, plan: Moves) -> jax.Array:
+        for letter, axes in plan.gather_w:
+            w = gather_weight(w, axes, letters.index(letter), self.compute_dtype, self.reduce_dtype)
+        w = w.astype(self.compute_dtype)
+        for letter, _ in plan.slice_w:
+            w = self._own_heads(w, letters.index(letter))
+        return w
+
+    def _own_heads(self, w: jax.Array, dim: int) -> jax.Array:
+        """The key/value head that this rank's query heads use, of heads that are fewer than the ranks."""
+        axes = self.layout.live("tensor")
+        ranks_per_head = self.layout.degree(axes) // self.layout.model.kv_heads
+        return lax.dynamic_slice_in_dim(vary(w, axes), place(axes) // ranks_per_head, 1, dim)
+
+    def bias(self, b: jax.Array, letters: str) -> jax.Array:
+        """A bias as the activations it is added to have it."""
+        b = b.astype(self.compute_dtype)
+        return self._own_heads(b, letters.index("K")) if "K" in letters and self.layout.kv_replicated else b
+
+    def whole_weight(self, w: jax.Array, letters: str) -> jax.Array:
+        """A weight with its ZeRO shards gathered, in the compute dtype (for loss and look-up, which are no einsum)."""
+        for dim, axes in enumerate(self.zero_axes(letters)):
+            w = gather_weight(w, axes, dim, self.compute_dtype, self.reduce_dtype) if axes else w
+        return w.astype(self.compute_dtype)
+
+    def zero_axes(self, letters: str) -> Spec:
+        """The axes that ZeRO alone splits a working weight over."""
+        whole = self.layout.weight(letters, zero=False)
+        return tuple(
+            tuple(axis for axis in axes if axis not in kept)
+            for axes, kept in zip(self.layout.working(letters), whole, strict=True)
+        )
+
+    # ---- the residual stream ----
+
+    def lookup(self, table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+        """Rows of the token embedding, as a residual stream x_BTD. Each rank looks up its part of the vocabulary."""
+        axes = self.layout.live("tensor")
+        table_VD = self.whole_weight(table_VD, "VD")
+        row_BT = ids_BT - place(axes) * table_VD.shape[0]
+        mine_BT = (row_BT >= 0) & (row_BT < table_VD.shape[0])
+        rows_BTD = table_VD[jnp.where(mine_BT, row_BT, 0)]
+        x_BTD = jnp.where(mine_BT[..., None], rows_BTD, 0) if axes else rows_BTD
+        if self.layout.sequence_parallel:
+            return scatter_sum(x_BTD, axes, 1)
+        return sum_over(x_BTD, axes)
+
+    def residual_shard(self, x_BT: jax.Array) -> jax.Array:
+        """This device's tokens of the residual stream, of an array that has the tokens of its context shard."""
+        return take_shard(x_BT, self.layout.live("tensor") if self.layout.sequence_parallel else (), 1)
+
+    def whole_tokens(self, x_BTD: jax.Array) -> jax.Array:
+        """The residual stream gathered over sequence parallelism: all tokens of this context shard."""
+        return gather(x_BTD, self.layout.live("tensor") if self.layout.sequence_parallel else (), 1)
+
+    def offset(self, letters: str, letter: str, local_size: int) -> jax.Array | int:
+        """Where this device's shard of `letter` begins in an activation with `letters`."""
+        return place(self.layout.activation(letters)[letters.index(letter)]) * local_size
+
+
+def compute_dtype_of(train: TrainConfig, platform: str) -> str:
+    if train.compute_dtype != "auto":
+        return train.compute_dtype
+    return "float32" if platform == "cpu" else "bfloat16"
+
+
+def contract(x_in: str, w_in: str, out: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """One device's ``x . w``, as a matmul of two matrices where the letters allow it: XLA:CPU is fastest on those."""
+    shared = "".join(letter for letter in x_in if letter in w_in)
+    lead, trail = x_in.removesuffix(shared), w_in.removeprefix(shared)
+    if x_in != lead + shared or out != lead + trail or len(trail) + len(shared) != len(w_in):
+        return jnp.einsum(f"{x_in},{w_in}->{out}", x, w)
+    k = math.prod(x.shape[len(lead) :])
+    y = x.reshape(-1, k) @ w.reshape(k, -1)
+    return y.reshape(*x.shape[: len(lead)], *w.shape[len(shared) :])
+
+
+def require_same(x: jax.Array, axes: Axes) -> jax.Array:
+    """Assert (while tracing) that `x` is equal on all devices along `axes`."""
+    assert not varying(x) & set(axes), f"varies over {varying(x) & set(axes)}"
+    return x

@@ -1,0 +1,97 @@
+"""From a batch to a loss: embedding, layers, last norm, head. One device's maths in letters."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.config import TrainConfig
+from meshwright.engine import Engine
+from meshwright.model import gpt, llama, regression
+from meshwright.model.layers import Tokens, Tree, dropout, layer_norm, rms_norm, rope_tables, run_layers
+from meshwright.model.loss import CrossEntropy
+
+BLOCKS = {"gpt": gpt.block, "llama": llama.block}
+
+BATCH_LETTERS = {
+    "tokens_BT": "BT",
+    "targets_BT": "BT",
+    "mask_BT": "BT",
+    "segments_BT": "BT",
+    "positions_BT": "BT",
+    "sample_B": "B",
+}
+REGRESSION_LETTERS = {"x_BD": "BD", "y_BD": "BD"}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model is trained on: the summed loss of a batch's shard, and how much one device's shard counts."""
+
+    engine: Engine
+    train: TrainConfig
+    remat: str
+
+    @property
+    def batch_letters(self) -> dict[str, str]:
+        """The arrays of a batch and their letters. B comes first in each."""
+        return BATCH_LETTERS if self.engine.layout.model.is_language_model else REGRESSION_LETTERS
+
+    def count(self, batch: Tree) -> jax.Array:
+        """How many targets this device's shard has: unmasked tokens, or numbers to predict."""
+        dtype = self.engine.logits_dtype
+        if not self.engine.layout.model.is_language_model:
+            return jnp.full((), batch["y_BD"].size, dtype)
+        return batch["mask_BT"].sum(dtype=dtype)
+
+    def loss_sum(self, params: Tree, batch: Tree, dropout_key: jax.Array | None) -> jax.Array:
+        """The loss summed over this device's targets; equal on all tensor ranks."""
+        engine, train = self.engine, self.train
+        if not engine.layout.model.is_language_model:
+            x_BD, y_BD = (batch[name].astype(engine.compute_dtype) for name in ("x_BD", "y_BD"))
+            return regression.squared_error_sum(engine, params, x_BD, y_BD)
+        x_BTD = hidden(engine, params, batch, self.remat, dropout_key)
+        loss = CrossEntropy(engine, train.loss_chunk_tokens, train.z_loss, train.label_smoothing)
+        return loss(x_BTD, head(engine, params), batch["targets_BT"], batch["mask_BT"])
+
+
+def hidden(engine: Engine, params: Tree, batch: Tree, remat: str, dropout_key: jax.Array | None = None) -> jax.Array:
+    """x_BTD after the last norm, with all tokens of the context shard."""
+    model = engine.layout.model
+    cosine, sine = None, None
+    if model.family == "llama":
+        cosine, sine = rope_tables(model, batch["positions_BT"], engine.wide_dtype)
+    tokens = Tokens(batch["segments_BT"], batch["sample_B"], cosine, sine, dropout_key)
+    x_BTD = engine.lookup(params["embedding"]["tokens_VD"], batch["tokens_BT"])
+    if model.family == "gpt":
+        table_PD = params["embedding"]["positions_PD"].astype(engine.compute_dtype)
+        x_BTD = x_BTD + table_PD[engine.residual_shard(batch["positions_BT"])]
+    x_BTD = engine.name(dropout(engine, x_BTD, model.dropout_embedding, tokens, "embedding"), "embedding", "BTD")
+    x_BTD = run_layers(engine, BLOCKS[model.family], params["layers"], x_BTD, tokens, remat)
+    norm = params["final_norm"]
+    if model.family == "gpt":
+        x_BTD = layer_norm(x_BTD, norm["scale_D"], norm["bias_D"], model.norm_eps)
+    else:
+        x_BTD = rms_norm(x_BTD, norm["scale_D"], model.norm_eps)
+    return engine.whole_tokens(engine.name(x_BTD, "final_norm", "BTD"))
+
+
+def head(engine: Engine, params: Tree) -> jax.Array:
+    """The head, whole in D and split in V: its own weights, or the embedding's where they are tied."""
+    if "head" in params:
+        return engine.whole_weight(params["head"]["tokens_DV"], "DV")
+    return engine.whole_weight(params["embedding"]["tokens_VD"], "VD").T
+
+
+def logits(engine: Engine, params: Tree, batch: Tree) -> jax.Array:
+    """logits_BTV with V split over tensor; padding has the lowest number there is. For sampling and small models."""
+    x_BTD = hidden(engine, params, batch, "none")
+    return vocabulary_logits(engine, x_BTD, head(engine, params))
+
+
+def vocabulary_logits(engine: Engine, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
+    """This rank's part of the logits of hidden states."""
+    z_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=engine.logits_dtype)
+    v = head_DV.shape[1]
+    real_V = jnp.arange(v) + engine.offset("BTV", "V", v) < engine.layout.model.vocab_size
+    return jnp.where(real_V, z_BTV, jnp.finfo(z_BTV.dtype).min)

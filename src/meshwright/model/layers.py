@@ -1,0 +1,125 @@
+"""The parts that the families share: norms, rotary positions, dropout, the stack of layers. One device's maths."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright import random
+from meshwright.config import ModelConfig, RopeScaling
+from meshwright.engine import Engine
+from meshwright.model.attention import Dropout
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the layers know of the tokens they are given, besides the residual stream itself."""
+
+    segments_BT: jax.Array
+    sample_B: jax.Array
+    """Each sequence's place in the global batch."""
+    cosine_BTH: jax.Array | None = None
+    sine_BTH: jax.Array | None = None
+    dropout_key: jax.Array | None = None
+    """None: no dropout (evaluation)."""
+
+
+def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv:1910.07467), in float32 or wider."""
+    wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    normed_BTD = wide_BTD * lax.rsqrt(jnp.mean(wide_BTD**2, -1, keepdims=True) + eps)
+    return (normed_BTD * scale_D.astype(normed_BTD.dtype)).astype(x_BTD.dtype)
+
+
+def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:
+    """Layer norm with bias (Ba et al. 2016, arXiv:1607.06450), in float32 or wider."""
+    wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    centred_BTD = wide_BTD - jnp.mean(wide_BTD, -1, keepdims=True)
+    normed_BTD = centred_BTD * lax.rsqrt(jnp.mean(centred_BTD**2, -1, keepdims=True) + eps)
+    return (normed_BTD * scale_D.astype(normed_BTD.dtype) + bias_D.astype(normed_BTD.dtype)).astype(x_BTD.dtype)
+
+
+def rope_frequencies(model: ModelConfig, dtype: jnp.dtype) -> jax.Array:
+    """f[H/2] in radians per position (Su et al. 2021, arXiv:2104.09864), scaled as Llama 3.1 does where configured."""
+    half = model.head_size // 2
+    frequencies = model.rope_theta ** (-jnp.arange(half, dtype=dtype) / half)
+    return frequencies if model.rope_scaling is None else _scaled(frequencies, model.rope_scaling)
+
+
+def _scaled(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Slow frequencies divided by `factor`, fast ones kept, a linear blend between (Llama 3.1's reference code)."""
+    turns = scaling.original_length * frequencies / (2 * jnp.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def rope_tables(model: ModelConfig, positions_BT: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of the angle of each position and pair: two f[B,T,H/2]."""
+    angle_BTH = positions_BT[..., None].astype(dtype) * rope_frequencies(model, dtype)
+    return jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+
+
+def rotate(x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
+    """Turn the pairs (i, i + H/2) of each head by its position's angle."""
+    cosine_BTNH, sine_BTNH = tokens.cosine_BTH[:, :, None], tokens.sine_BTH[:, :, None]
+    first, second = jnp.split(x_BTNH.astype(cosine_BTNH.dtype), 2, axis=-1)
+    turned = (first * cosine_BTNH - second * sine_BTNH, second * cosine_BTNH + first * sine_BTNH)
+    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+
+
+def dropout(engine: Engine, x_BTD: jax.Array, rate: float, tokens: Tokens, *words: Any) -> jax.Array:
+    """Dropout of the residual stream: the mask is a function of (key, words, sample, position, d) alone."""
+    if not rate or tokens.dropout_key is None:
+        return x_BTD
+    t, d = x_BTD.shape[1:]
+    position_T = jnp.arange(t, dtype=jnp.uint32) + jnp.uint32(engine.offset("BTD", "T", t))
+    row_BT = tokens.sample_B.astype(jnp.uint32)[:, None] * jnp.uint32(2**20) + position_T
+    key = random.fold(tokens.dropout_key, *words)
+    kept_BTD = random.keep(key, rate, row_BT[..., None], jnp.arange(d, dtype=jnp.uint32))
+    return jnp.where(kept_BTD, x_BTD / (1 - rate), 0).astype(x_BTD.dtype)
+
+
+def attention_dropout(engine: Engine, q_BTNH: jax.Array, tokens: Tokens, layer: Any) -> Dropout | None:
+    """Dropout of this layer's attention shares, or None."""
+    rate = engine.layout.model.dropout_attention
+    if not rate or tokens.dropout_key is None:
+        return None
+    length, heads = q_BTNH.shape[1:3]
+    head_N = jnp.arange(heads, dtype=jnp.uint32) + jnp.uint32(engine.offset("BTNH", "N", heads))
+    return Dropout(rate, random.fold(tokens.dropout_key, "attention", layer), tokens.sample_B, head_N, length)
+
+
+Block = Callable[[Engine, Tree, jax.Array, Tokens, Any], jax.Array]
+"""A layer: (engine, its parameters, x_BTD, tokens, its number) -> x_BTD. Leaves keep their names and have lost L."""
+
+
+def run_layers(engine: Engine, block: Block, layers: Tree, x_BTD: jax.Array, tokens: Tokens, remat: str) -> jax.Array:
+    """The stack of layers as one scan over L; `remat` says what a layer keeps for its backward pass."""
+    count = engine.layout.model.layers
+    if engine.observe is not None:
+        for i in range(count):
+            own = jax.tree.map(lambda w, i=i: w[i], layers)
+            x_BTD = block(replace(engine, path=f"layers/{i}/"), own, x_BTD, tokens, i)
+        return x_BTD
+
+    def one(x_BTD, layer):
+        number, weights = layer
+        return block(engine, weights, x_BTD, tokens, number), None
+
+    one = _rematerialised(one, remat, prevent_cse=engine.unroll_layers)
+    unroll = count if engine.unroll_layers else 1
+    return lax.scan(one, x_BTD, (jnp.arange(count, dtype=jnp.uint32), layers), unroll=unroll)[0]
+
+
+def _rematerialised(one: Callable, remat: str, *, prevent_cse: bool) -> Callable:
+    if remat == "none":
+        return one
+    names = remat.removeprefix("save:").replace(" ", "").split(",") if remat.startswith("save:") else ()
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint(one, policy=policy, prevent_cse=prevent_cse)

@@ -1,0 +1,109 @@
+"""The parameters of each family: a tree of names that end in their letters, and the initial values.
+
+A leaf's letters say its shape, its layout (`layout.py`) and how its gradient is reduced; nothing else does.
+Initial values follow GPT-2 (Radford et al. 2019): normal, 0.02, and 0.02 / sqrt(2 L) for what writes to the residual
+stream; norms start at one, biases at zero. The regression networks start at normal / sqrt(fan-in).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright import random
+from meshwright.config import ModelConfig
+from meshwright.engine import place
+from meshwright.layout import Layout, Spec, letters_of
+
+Tree = dict[str, Any]
+
+
+def names(model: ModelConfig) -> Tree:
+    """The parameter tree of `model`, each leaf its own path: ``{"layers": {"mlp": {"up_LDF": "layers/mlp/up_LDF"}}}``."""
+    tree = {"ffn": _regression, "residual": _regression, "gpt": _gpt, "llama": _llama}[model.family](model)
+    return _with_paths(tree, "")
+
+
+def _with_paths(tree: Tree, prefix: str) -> Tree:
+    return {
+        key: _with_paths(value, f"{prefix}{key}/") if isinstance(value, dict) else f"{prefix}{key}"
+        for key, value in tree.items()
+    }
+
+
+def _leaves(words: str) -> Tree:
+    return dict.fromkeys(words.split(), "")
+
+
+def _regression(model: ModelConfig) -> Tree:
+    return {"layers": {"mlp": _leaves("up_LDF down_LFD")}}
+
+
+def _gpt(model: ModelConfig) -> Tree:
+    tree = {
+        "embedding": _leaves("tokens_VD positions_PD"),
+        "layers": {
+            "attention_norm": _leaves("scale_LD bias_LD"),
+            "attention": _leaves("q_LDNH q_bias_LNH k_LDKH k_bias_LKH v_LDKH v_bias_LKH out_LNHD out_bias_LD"),
+            "mlp_norm": _leaves("scale_LD bias_LD"),
+            "mlp": _leaves("up_LDF up_bias_LF down_LFD down_bias_LD"),
+        },
+        "final_norm": _leaves("scale_D bias_D"),
+    }
+    return tree if model.tied_embeddings else tree | {"head": _leaves("tokens_DV")}
+
+
+def _llama(model: ModelConfig) -> Tree:
+    tree = {
+        "embedding": _leaves("tokens_VD"),
+        "layers": {
+            "attention_norm": _leaves("scale_LD"),
+            "attention": _leaves("q_LDNH k_LDKH v_LDKH out_LNHD"),
+            "mlp_norm": _leaves("scale_LD"),
+            "mlp": _leaves("gate_LDF up_LDF down_LFD"),
+        },
+        "final_norm": _leaves("scale_D"),
+    }
+    return tree if model.tied_embeddings else tree | {"head": _leaves("tokens_DV")}
+
+
+def specs(model: ModelConfig, rule: Callable[[str], Spec]) -> Tree:
+    """A tree of layouts: `rule` (such as `layout.stored`) of each leaf's letters."""
+    return jax.tree.map(lambda path: rule(letters_of(path)), names(model))
+
+
+def initial_shards(layout: Layout, seed: int, dtype: jnp.dtype) -> Tree:
+    """This device's shards of the initial parameters, in `layout.stored`; call it inside `jax.shard_map`."""
+    return jax.tree.map(lambda path: _initial_shard(layout, path, seed).astype(dtype), names(layout.model))
+
+
+def _initial_shard(layout: Layout, path: str, seed: int) -> jax.Array:
+    letters, model = letters_of(path), layout.model
+    spec = layout.stored(letters)
+    shape = layout.shard_shape(letters, spec)
+    if "scale_" in path:
+        return jnp.ones(shape, jnp.float32)
+    if "bias_" in path:
+        return jnp.zeros(shape, jnp.float32)
+    index = [_global_index(size, axes, dim, len(shape)) for dim, (size, axes) in enumerate(zip(shape, spec, strict=True))]
+    column = jnp.zeros((1,) * len(shape), jnp.uint32)
+    for i, letter in zip(index[1:], letters[1:], strict=True):  # the true sizes: values do not depend on padding
+        column = column * jnp.uint32(model.sizes[letter]) + i
+    values = random.normal(random.key_of(seed, path), index[0], column) * jnp.float32(_deviation(path, model))
+    if "V" in letters:
+        values = jnp.where(index[letters.index("V")] < model.vocab_size, values, 0)
+    return values
+
+
+def _global_index(local_size: int, axes: tuple[str, ...], dim: int, rank: int) -> jax.Array:
+    index = jnp.arange(local_size, dtype=jnp.uint32) + jnp.uint32(place(axes) * local_size)
+    return index.reshape((1,) * dim + (-1,) + (1,) * (rank - dim - 1))
+
+
+def _deviation(path: str, model: ModelConfig) -> float:
+    if not model.is_language_model:
+        return 1 / math.sqrt(model.sizes[letters_of(path)[1]])
+    writes_residual = path.endswith(("out_LNHD", "down_LFD"))
+    return 0.02 / math.sqrt(2 * model.layers) if writes_residual else 0.02

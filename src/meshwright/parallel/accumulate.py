@@ -1,0 +1,129 @@
+"""Gradients of one step: microbatches, then one reduction. Data parallelism and ZeRO 0 to 3 are what stands here.
+
+A parameter's working copy counts as different on every device along the axes over which its activations are split
+(`Layout.gradient_axes`), so that backward passes add nothing across devices; after the last microbatch each gradient is
+reduced once, onto the shards that the optimiser updates. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.compat import vary, varying
+from meshwright.dims import TOKEN_AXES
+from meshwright.engine import Engine, gather, scatter_sum, sum_over, take_shard
+from meshwright.layout import Axes, Spec, letters_of
+from meshwright.model import params as parameters
+from meshwright.model.forward import Objective
+
+Tree = dict[str, Any]
+
+
+def loss_and_gradients(objective: Objective, params: Tree, batch: Tree, key: jax.Array | None) -> tuple[jax.Array, Tree, jax.Array]:
+    """The global loss, every gradient in `layout.updated`, and the global number of targets.
+
+    The loss is the sum over all targets of the global batch divided by their number, once, however it is split.
+    `params` are in `layout.stored`; `batch` is this device's shard.
+    """
+    engine = objective.engine
+    tokens = engine.layout.live(*TOKEN_AXES)
+    total = sum_over(objective.count(batch), tokens)
+    scale = 1 / jnp.maximum(total, 1)
+    working = enter(engine, params)
+    loss, gradients = _accumulated(objective, working, batch, key, scale)
+    return sum_over(loss, tokens), reduce(engine, gradients), total
+
+
+def _accumulated(objective: Objective, working: Tree, batch: Tree, key: Any, scale: jax.Array) -> tuple[jax.Array, Tree]:
+    """This device's share of the loss and of the gradients, added up over the microbatches."""
+    engine, count = objective.engine, objective.engine.layout.config.microbatches
+
+    def one(microbatch):
+        share = lambda working: objective.loss_sum(working, microbatch, key) * scale  # noqa: E731
+        loss, gradients = jax.value_and_grad(share)(working)
+        return loss, jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, engine.reduce_dtype)), gradients)
+
+    if count == 1:
+        return one(batch)
+    parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
+    kinds = jax.eval_shape(one, jax.tree.map(lambda a: a[0], parts))
+    zero = jax.tree.map(lambda kind: vary(jnp.zeros(kind.shape, kind.dtype), tuple(kind.mat.varying)), kinds)
+    add = lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None)  # noqa: E731
+    return lax.scan(add, zero, parts)[0]
+
+
+def enter(engine: Engine, params: Tree) -> Tree:
+    """Working copies: gathered once where `layout.gather` is `step`, and varying over `gradient_axes`."""
+    layout = engine.layout
+
+    def leaf(path: str, w: jax.Array) -> jax.Array:
+        letters = letters_of(path)
+        for dim, axes in enumerate(_difference(layout.stored(letters), layout.working(letters))):
+            w = gather(w.astype(engine.compute_dtype), axes, dim, same=True) if axes else w
+        return vary(w, layout.gradient_axes(letters))
+
+    return jax.tree.map(leaf, parameters.names(layout.model), params)
+
+
+def reduce(engine: Engine, gradients: Tree) -> Tree:
+    """Each gradient summed over its `gradient_axes` and brought into `layout.updated`.
+
+    Where the optimiser's shard is smaller than the gradient, ZeRO-2 and 3 scatter the sum; ZeRO-1 sums, then keeps its shard.
+    """
+    layout = engine.layout
+
+    def leaf(path: str, g: jax.Array) -> jax.Array:
+        letters = letters_of(path)
+        onto = _difference(layout.updated(letters), layout.working(letters))
+        left = layout.gradient_axes(letters)
+        for dim, axes in enumerate(onto):
+            if layout.config.zero >= 2:
+                g = scatter_sum(g, axes, dim)
+                left = tuple(axis for axis in left if axis not in axes)
+        g = sum_over(g, left)
+        for dim, axes in enumerate(onto):
+            if layout.config.zero == 1:
+                g = take_shard(g, axes, dim)
+        return g
+
+    return jax.tree.map(leaf, parameters.names(layout.model), gradients)
+
+
+def updated_shards(engine: Engine, params: Tree) -> Tree:
+    """The part of each parameter that this device updates: `layout.stored` -> `layout.updated`. Moves nothing."""
+    return _between(engine, params, take_shard, engine.layout.updated, engine.layout.stored)
+
+
+def stored_from_updated(engine: Engine, params: Tree) -> Tree:
+    """The whole stored parameters from the updated shards: ZeRO-1 and 2's gather."""
+    whole = lambda w, axes, dim: gather(w, axes, dim, same=True)  # noqa: E731
+    return _between(engine, params, whole, engine.layout.updated, engine.layout.stored)
+
+
+def _between(engine: Engine, params: Tree, move: Any, fine: Any, coarse: Any) -> Tree:
+    def leaf(path: str, w: jax.Array) -> jax.Array:
+        letters = letters_of(path)
+        for dim, axes in enumerate(_difference(fine(letters), coarse(letters))):
+            w = move(w, axes, dim)
+        return w
+
+    return jax.tree.map(leaf, parameters.names(engine.layout.model), params)
+
+
+def _difference(fine: Spec, coarse: Spec) -> tuple[Axes, ...]:
+    """The axes that split each dim in `fine` but not in `coarse`."""
+    return tuple(tuple(axis for axis in a if axis not in b) for a, b in zip(fine, coarse, strict=True))
+
+
+def squared_norm(engine: Engine, tree: Tree) -> jax.Array:
+    """The squared norm of a tree in `layout.updated`: each logical number counted once, equal on every device."""
+    sums: dict[Axes, jax.Array] = {}
+    for path, g in zip(jax.tree.leaves(parameters.names(engine.layout.model)), jax.tree.leaves(tree), strict=True):
+        split = {axis for axes in engine.layout.updated(letters_of(path)) for axis in axes}
+        axes = engine.layout.live(*split)
+        assert varying(g) == set(axes), f"{path} varies over {varying(g)}, is split over {axes}"
+        square = jnp.sum(jnp.square(g.astype(engine.wide_dtype)))
+        sums[axes] = sums[axes] + square if axes in sums else square
+    return sum(sum_over(square, axes) for axes, square in sums.items())

@@ -1,0 +1,48 @@
+"""Random numbers as a function of (key, global position): equal on every layout, whatever shard asks.
+
+Threefry-2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") applied to each element's own
+global index, so that a shard makes exactly its piece of the whole array and nothing more.
+"""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
+
+
+def key_of(seed: int, *words: str | int | jax.Array) -> jax.Array:
+    """A key, u32[2], from a seed and words such as a parameter's path, the step, the layer."""
+    return fold(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")), *words)
+
+
+def fold(key: jax.Array, *words: str | int | jax.Array) -> jax.Array:
+    """The key that `words` lead to from `key`."""
+    key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    for word in words:
+        key = jax.random.fold_in(key, zlib.crc32(word.encode()) if isinstance(word, str) else word)
+    return jax.random.key_data(key)
+
+
+def bits(key: jax.Array, row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two u32 words for each (row, column); both are u32 and broadcast together."""
+    row, column = jnp.broadcast_arrays(row.astype(jnp.uint32), column.astype(jnp.uint32))
+    first, second = (jnp.broadcast_to(word, row.shape) for word in key)
+    return tuple(threefry2x32_p.bind(first, second, row, column))
+
+
+def uniform(word: jax.Array) -> jax.Array:
+    """f32 in [0, 1) from u32: its upper 24 bits, exactly."""
+    return (word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def normal(key: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """Standard normal f32 by Box and Muller (1958), one for each (row, column)."""
+    first, second = bits(key, row, column)
+    radius = jnp.sqrt(-2.0 * jnp.log1p(-uniform(first)))
+    return radius * jnp.cos(jnp.float32(2 * jnp.pi) * uniform(second))
+
+
+def keep(key: jax.Array, rate: float, row: jax.Array, column: jax.Array) -> jax.Array:
+    """Which elements dropout at `rate` keeps: bool for each (row, column)."""
+    return bits(key, row, column)[0] >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
