@@ -19,7 +19,13 @@ class Chip:
 
 
 CHIPS = (
-    Chip("H200 NVL", ("NVIDIA H200 NVL",), 835.5e12, 141e9, "NVIDIA H200 datasheet, H200 NVL (1,671 TFLOPS with sparsity)"),
+    Chip(
+        "H200 NVL",
+        ("NVIDIA H200 NVL",),
+        835.5e12,
+        141e9,
+        "NVIDIA H200 datasheet, H200 NVL (1,671 TFLOPS with sparsity)",
+    ),
     Chip(
         "H200",
         ("NVIDIA H200",),

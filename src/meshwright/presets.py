@@ -202,7 +202,8 @@ def resolve(name_or_path: str) -> RunConfig:
         return PRESETS[name_or_path]()
     if name_or_path in WITH_EXPERTS:
         raise Refused(
-            f"preset {name_or_path!r} is a mixture of experts, which cannot run yet\npresets that can: {', '.join(PRESETS)}"
+            f"preset {name_or_path!r} is a mixture of experts, which cannot run yet"
+            f"\npresets that can: {', '.join(PRESETS)}"
         )
     if name_or_path.endswith(".toml") or Path(name_or_path).exists():
         return load(name_or_path)

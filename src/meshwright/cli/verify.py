@@ -1,0 +1,120 @@
+"""Check layouts: does each compute exactly what one device computes?"""
+
+import argparse
+import random
+from dataclasses import fields, replace
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.cli.common import add_config, add_devices, add_json, print_json, read_config, start_devices
+from meshwright.config import LayoutConfig, Refused, RunConfig, parse_layout, require
+from meshwright.layout import check, legal_layouts
+
+DTYPES = ("float64", "float32", "bfloat16")
+VERDICTS = ("equal", "differs", "refused")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--layouts",
+        metavar="WHICH",
+        help='"A; B", layouts separated by semicolons; all; or random:N (default: the layout of --layout or CONFIG)',
+    )
+    add_devices(
+        parser, "how many devices there are; a layout may use fewer (default: 8, or as many as the largest needs)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, metavar="DTYPE", default="float64", help=f"one of {', '.join(DTYPES)}"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = read_config(args)
+    layouts, results = choose_layouts(config, args.layouts, args.devices)
+    console = Console(stderr=args.json)
+    if layouts:
+        start_devices(args.devices or max(layout.device_count for layout in layouts))
+        from meshwright.verify.run import verify  # imports JAX, whose devices are now set
+
+        results += verify(config, layouts, dtype=args.dtype, console=console)
+    counts = {verdict: sum(r["verdict"] == verdict for r in results) for verdict in VERDICTS}
+    if args.json:
+        print_json({"dtype": args.dtype, "results": results, "counts": counts})
+    else:
+        console.print(table(results))
+        console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    return exit_status(counts)
+
+
+def exit_status(counts: dict[str, int]) -> int:
+    """1 if a layout differs; 2 if nothing ran; else 0: a refusal beside equal layouts is a right answer."""
+    return 1 if counts["differs"] else 0 if counts["equal"] else 2
+
+
+def choose_layouts(
+    config: RunConfig, which: str | None, devices: int | None
+) -> tuple[list[LayoutConfig], list[dict[str, Any]]]:
+    """The layouts to run, and a result for each that is refused. A layout that cannot be read refuses the command."""
+    if which is None:
+        return _check_all(config, [str(config.layout)], devices)
+    if which == "all" or which.startswith("random:"):
+        legal = legal_layouts(config, devices or 8)
+        if which == "all":
+            return legal, []
+        text = which.removeprefix("random:")
+        require(
+            text.isdecimal() and int(text) > 0,
+            f"--layouts {which}: write random:N with a whole number N, as in random:5",
+        )
+        return random.Random(config.train.seed).sample(legal, min(int(text), len(legal))), []
+    texts = [text.strip() for text in which.split(";") if text.strip()]
+    require(bool(texts), '--layouts is empty; write all, random:N, or layouts as in "fsdp=8; fsdp=4 tensor=2"')
+    return _check_all(config, texts, devices)
+
+
+def _check_all(
+    config: RunConfig, texts: list[str], devices: int | None
+) -> tuple[list[LayoutConfig], list[dict[str, Any]]]:
+    layouts, refused = [], []
+    known = {f.name for f in fields(LayoutConfig)}
+    for text in texts:
+        readable = all(part.partition("=")[0] in known for part in text.replace(",", " ").split())
+        try:
+            layout = parse_layout(text, config.layout)
+            check(replace(config, layout=layout))
+            fits = devices is None or layout.device_count <= devices
+            require(fits, f"layout '{layout}' needs {layout.device_count} devices, but --devices is {devices}")
+            layouts.append(layout)
+        except Refused as refusal:
+            if not readable:
+                raise
+            refused.append({"layout": text, "verdict": "refused", "reason": str(refusal)})
+    return layouts, refused
+
+
+def table(results: list[dict[str, Any]]) -> RenderableType:
+    """The verdicts as a table, and below it the reason of each layout that differs or is refused."""
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    drawn.add_column("layout", overflow="fold")
+    for column in ("verdict", "loss", "gradients", "worst leaf", "parameters"):
+        drawn.add_column(column, no_wrap=True, justify="left" if column in ("verdict", "worst leaf") else "right")
+    styles = {"equal": "green", "differs": "bold red", "refused": "yellow"}
+    for r in results:
+        drawn.add_row(
+            Text(str(r["layout"])),
+            Text(r["verdict"], style=styles[r["verdict"]]),
+            *(_error(r.get(key)) for key in ("loss_rel_err", "grad_rel_err_max")),
+            Text(str(r.get("grad_worst_leaf") or "")),
+            _error(r.get("param_rel_err_max")),
+        )
+    reasons = [Text(f"{r['layout']}: {r['reason']}", style="yellow") for r in results if r.get("reason")]
+    return Group(drawn, *([Text()] if reasons else []), *reasons)
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
