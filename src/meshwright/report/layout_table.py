@@ -68,16 +68,16 @@ def draw(table: list[dict[str, Any]]) -> RenderableType:
     drawn = Table(box=None, pad_edge=False, header_style="bold", show_footer=True, footer_style="bold")
     total = sum(row["bytes_per_device"] for row in table)
     drawn.add_column("parameter", footer="all", no_wrap=True)
-    drawn.add_column("layout", style="cyan", overflow="fold")
+    drawn.add_column("layout", style="cyan", no_wrap=True)
     drawn.add_column("shape", justify="right", overflow="fold")
     drawn.add_column("shard", justify="right", overflow="fold")
     drawn.add_column("a device", justify="right", footer=bytes_text(total), no_wrap=True)
-    drawn.add_column("gradient", justify="center")
+    drawn.add_column("grad", justify="center")
     group = None
     for row in table:
         above, _, name = row["name"].rpartition("/")
         if above != group:
-            drawn.add_row(Text(above, style="bold"))
+            drawn.add_row(Text(above.rpartition("/")[2], style="bold"))
             group = above
         shapes = ("x".join(map(str, row[key])) for key in ("shape", "shard_shape"))
         drawn.add_row(

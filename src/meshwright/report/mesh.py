@@ -93,7 +93,7 @@ def label(grid: Grid) -> str:
     """What kind of devices these are, in words that keep emulation visible."""
     count = f"{grid.device_count} {'device' if grid.device_count == 1 else 'devices'}"
     if grid.emulated:
-        return f"{count}, emulated: they share this machine's cores, and its memory is their links"
+        return f"{count}, emulated: they share this machine's cores and memory"
     return count
 
 

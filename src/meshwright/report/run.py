@@ -15,7 +15,7 @@ from meshwright.report.records import Records, column, median, read
 
 
 def write(run_directory: Path) -> Path:
-    """Write report.html into `run_directory` from the records there, replacing an older one at once; return its path."""
+    """Write report.html into `run_directory` from the records there, in place of an older one; return its path."""
     path = Path(run_directory) / "report.html"
     unfinished = path.with_suffix(".html.tmp")
     unfinished.write_text(page(read(run_directory), Path(run_directory).name), encoding="utf-8")
@@ -116,10 +116,9 @@ def _share(value: float | None) -> str | None:
 def _chart_places(drawn: list[dict[str, Any]]) -> str:
     places = []
     for chart in drawn:
-        unit = f" <small>{_text(', '.join(filter(None, (chart['unit'], chart['note']))))}</small>"
-        places.append(
-            f'<figure><figcaption>{_text(chart["title"])}{unit}</figcaption><div id="chart-{chart["id"]}"></div></figure>'
-        )
+        unit = _text(", ".join(filter(None, (chart["unit"], chart["note"]))))
+        caption = f"<figcaption>{_text(chart['title'])} <small>{unit}</small></figcaption>"
+        places.append(f'<figure>{caption}<div id="chart-{chart["id"]}"></div></figure>')
     return f'<div class="charts">{"".join(places)}</div>' if places else ""
 
 
