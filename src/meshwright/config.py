@@ -33,7 +33,9 @@ def require(holds: bool, message: str) -> None:
 
 
 def _one_of(setting: str, value: str, allowed: Iterable[str]) -> None:
-    require(value in allowed, f"{setting}={value!r} is not known; allowed: {', '.join(allowed)}{_nearest(value, allowed)}")
+    require(
+        value in allowed, f"{setting}={value!r} is not known; allowed: {', '.join(allowed)}{_nearest(value, allowed)}"
+    )
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
@@ -100,7 +102,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _one_of("model.family", self.family, FAMILIES)
-        _at_least("model", self, 1, "layers", "d_model", "d_ff", "heads", "kv_heads", "head_size", "vocab_size", "positions")
+        _at_least(
+            "model", self, 1, "layers", "d_model", "d_ff", "heads", "kv_heads", "head_size", "vocab_size", "positions"
+        )
         _share("model", self, "dropout_embedding", "dropout_attention", "dropout_residual")
         require(self.norm_eps > 0, f"model.norm_eps={self.norm_eps} must be above 0")
         if self.is_language_model:
@@ -157,7 +161,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _share("data", self, "held_out_share")
-        require(bool(self.text_field), "data.text_field is empty; it names the field of a .jsonl or .parquet row that holds the text")
+        require(
+            bool(self.text_field),
+            "data.text_field is empty; it names the field of a .jsonl or .parquet row that holds the text",
+        )
 
 
 @dataclass(frozen=True)
@@ -231,8 +238,21 @@ class TrainConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("train", self, 1, "steps", "sequence_length", "loss_chunk_tokens", "keep_checkpoints", "batch_sequences")
-        _at_least("train", self, 0, "batch_tokens", "seed", "z_loss", "eval_every", "eval_sequences", "checkpoint_every", "sample_tokens")
+        _at_least(
+            "train", self, 1, "steps", "sequence_length", "loss_chunk_tokens", "keep_checkpoints", "batch_sequences"
+        )
+        _at_least(
+            "train",
+            self,
+            0,
+            "batch_tokens",
+            "seed",
+            "z_loss",
+            "eval_every",
+            "eval_sequences",
+            "checkpoint_every",
+            "sample_tokens",
+        )
         _share("train", self, "label_smoothing")
         for name in ("param_dtype", "reduce_dtype", "logits_dtype"):
             _one_of(f"train.{name}", getattr(self, name), DTYPES)
@@ -250,7 +270,19 @@ class TrainConfig:
         return self.batch_tokens // self.sequence_length if self.batch_tokens else self.batch_sequences
 
 
-REMAT_NAMES = ("attention_norm", "q", "k", "v", "attention", "attention_out", "mlp_norm", "gate", "up", "hidden", "mlp_out")
+REMAT_NAMES = (
+    "attention_norm",
+    "q",
+    "k",
+    "v",
+    "attention",
+    "attention_out",
+    "mlp_norm",
+    "gate",
+    "up",
+    "hidden",
+    "mlp_out",
+)
 """The named arrays of a layer, in the order in which a layer makes them."""
 
 
@@ -262,7 +294,8 @@ def require_remat(remat: str) -> None:
             _one_of("train.remat names", name.strip(), REMAT_NAMES)
     else:
         _one_of("train.remat", remat, policies[:3]) if remat in policies[:3] else require(
-            False, f"train.remat={remat!r} is not known; allowed: {', '.join(policies)} (names: {', '.join(REMAT_NAMES)})"
+            False,
+            f"train.remat={remat!r} is not known; allowed: {', '.join(policies)} (names: {', '.join(REMAT_NAMES)})",
         )
 
 
@@ -364,7 +397,9 @@ def override(config: RunConfig, settings: Iterable[str]) -> RunConfig:
         name, equals, text = setting.partition("=")
         require(bool(equals), f"--set {setting!r} has no '='; write --set section.key=value")
         *sections, key = name.strip().split(".")
-        require(bool(sections), f"--set {setting!r} names no section; write --set section.key=value, as in optim.lr=1e-3")
+        require(
+            bool(sections), f"--set {setting!r} names no section; write --set section.key=value, as in optim.lr=1e-3"
+        )
         inner = table
         for section in sections:
             inner = inner.setdefault(section, {})

@@ -106,7 +106,7 @@ class Engine:
     def of(cls, layout: Layout, train: TrainConfig, platform: str) -> "Engine":
         """The engine for `platform`: `cpu`, `tpu` or `gpu`."""
         compute = jnp.dtype(compute_dtype_of(train, platform))
-        wide = lambda name: jnp.promote_types(name, compute) if compute == jnp.float64 else jnp.dtype(name)  # noqa: E731
+        wide = lambda name: jnp.dtype(name) if compute != jnp.float64 else compute  # noqa: E731
         kernel = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "blockwise")
         return cls(
             layout,
@@ -120,7 +120,7 @@ class Engine:
     @property
     def wide_dtype(self) -> jnp.dtype:
         """The dtype of norms, softmax and sums: float32, or the compute dtype where that is wider."""
-        return jnp.promote_types(self.compute_dtype, jnp.float32)
+        return wider(self.compute_dtype, jnp.float32)
 
     def name(self, x: jax.Array, name: str, letters: str) -> jax.Array:
         """Name an array of a layer, for rematerialisation policies and for `verify`."""
@@ -226,6 +226,11 @@ def contract(x_in: str, w_in: str, out: str, x: jax.Array, w: jax.Array) -> jax.
     k = math.prod(x.shape[len(lead) :])
     y = x.reshape(-1, k) @ w.reshape(k, -1)
     return y.reshape(*x.shape[: len(lead)], *w.shape[len(shared) :])
+
+
+def wider(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype:
+    """The floating dtype of `a` and `b` that has more bits."""
+    return jnp.dtype(a if jnp.finfo(a).bits >= jnp.finfo(b).bits else b)
 
 
 def require_same(x: jax.Array, axes: Axes) -> jax.Array:

@@ -90,7 +90,9 @@ class Layout:
         """
         held = {axis for axes in self.working(letters) for axis in axes}
         residual = not set(letters) & set("FNKV")
-        over_tensor = residual and self.sequence_parallel and "D" in letters or "K" in letters and self.kv_replicated
+        over_tensor = (residual and self.sequence_parallel and "D" in letters) or (
+            "K" in letters and self.kv_replicated
+        )
         axes = (*TOKEN_AXES, *(("tensor",) if over_tensor else ()), *(() if "L" in letters else ("pipe",)))
         return tuple(axis for axis in self.live(*axes) if axis not in held)
 

@@ -95,7 +95,9 @@ def _split_across(shape: tuple[int, ...], group_count: int) -> tuple[int, ...]:
     """How much of each axis lies across groups: the slowest axes first, whole factors only."""
     across, left = [], group_count
     for axis, size in zip(AXES, shape, strict=True):
-        slow = next(d for d in range(min(size, left), 0, -1) if size % d == 0 and left % d == 0) if axis != "tensor" else 1
+        slow = (
+            next(d for d in range(min(size, left), 0, -1) if size % d == 0 and left % d == 0) if axis != "tensor" else 1
+        )
         across.append(slow)
         left //= slow
     require(

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 
+from meshwright.compat import vary, varying
+
 
 def key_of(seed: int, *words: str | int | jax.Array) -> jax.Array:
     """A key, u32[2], from a seed and words such as a parameter's path, the step, the layer."""
@@ -27,8 +29,9 @@ def fold(key: jax.Array, *words: str | int | jax.Array) -> jax.Array:
 def bits(key: jax.Array, row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two u32 words for each (row, column); both are u32 and broadcast together."""
     row, column = jnp.broadcast_arrays(row.astype(jnp.uint32), column.astype(jnp.uint32))
-    first, second = (jnp.broadcast_to(word, row.shape) for word in key)
-    return tuple(threefry2x32_p.bind(first, second, row, column))
+    words = (*(jnp.broadcast_to(word, row.shape) for word in key), row, column)
+    axes = tuple(frozenset().union(*map(varying, words)))  # the primitive wants all its operands of one type
+    return tuple(threefry2x32_p.bind(*(vary(word, axes) for word in words)))
 
 
 def uniform(word: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright import random
+from meshwright.engine import wider
 
 QUERY_BLOCK = 512
 
@@ -34,14 +35,22 @@ def attend(
     if kernel == "cudnn" and drop is None:
         return _cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT)
     length = q_BTNH.shape[1]
-    block = QUERY_BLOCK if length % QUERY_BLOCK == 0 else length if length < QUERY_BLOCK else math.gcd(length, QUERY_BLOCK)
+    block = (
+        QUERY_BLOCK if length % QUERY_BLOCK == 0 else length if length < QUERY_BLOCK else math.gcd(length, QUERY_BLOCK)
+    )
     outputs = []
     for start in range(0, length, block):
         stop = start + block
         one = functools.partial(_attend_block, start=start, drop=drop)
         one = one if length == block else jax.checkpoint(one)
         outputs.append(
-            one(q_BTNH[:, start:stop], k_BSKH[:, :stop], v_BSKH[:, :stop], segments_BT[:, start:stop], segments_BT[:, :stop])
+            one(
+                q_BTNH[:, start:stop],
+                k_BSKH[:, :stop],
+                v_BSKH[:, :stop],
+                segments_BT[:, start:stop],
+                segments_BT[:, :stop],
+            )
         )
     return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
 
@@ -49,7 +58,7 @@ def attend(
 def _attend_block(q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, *, start, drop):
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
-    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    wide = wider(q_BTNH.dtype, jnp.float32)
     q_BKGTH = q_BTNH.reshape(b, t, k, n // k, h).transpose(0, 2, 3, 1, 4)
     k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
     scores_BKGTS = jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=wide) * h**-0.5

@@ -93,5 +93,5 @@ def vocabulary_logits(engine: Engine, x_BTD: jax.Array, head_DV: jax.Array) -> j
     """This rank's part of the logits of hidden states."""
     z_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=engine.logits_dtype)
     v = head_DV.shape[1]
-    real_V = jnp.arange(v) + engine.offset("BTV", "V", v) < engine.layout.model.vocab_size
+    real_V = jnp.arange(v, dtype=jnp.int32) + engine.offset("BTV", "V", v) < engine.layout.model.vocab_size
     return jnp.where(real_V, z_BTV, jnp.finfo(z_BTV.dtype).min)

@@ -10,7 +10,7 @@ from jax import lax
 
 from meshwright import random
 from meshwright.config import ModelConfig, RopeScaling
-from meshwright.engine import Engine
+from meshwright.engine import Engine, wider
 from meshwright.model.attention import Dropout
 
 Tree = dict[str, Any]
@@ -31,14 +31,14 @@ class Tokens:
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm (Zhang and Sennrich 2019, arXiv:1910.07467), in float32 or wider."""
-    wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    wide_BTD = x_BTD.astype(wider(x_BTD.dtype, jnp.float32))
     normed_BTD = wide_BTD * lax.rsqrt(jnp.mean(wide_BTD**2, -1, keepdims=True) + eps)
     return (normed_BTD * scale_D.astype(normed_BTD.dtype)).astype(x_BTD.dtype)
 
 
 def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:
     """Layer norm with bias (Ba et al. 2016, arXiv:1607.06450), in float32 or wider."""
-    wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    wide_BTD = x_BTD.astype(wider(x_BTD.dtype, jnp.float32))
     centred_BTD = wide_BTD - jnp.mean(wide_BTD, -1, keepdims=True)
     normed_BTD = centred_BTD * lax.rsqrt(jnp.mean(centred_BTD**2, -1, keepdims=True) + eps)
     return (normed_BTD * scale_D.astype(normed_BTD.dtype) + bias_D.astype(normed_BTD.dtype)).astype(x_BTD.dtype)

@@ -45,14 +45,15 @@ class CrossEntropy:
         v = head_DV.shape[1]
         first = place(axes) * v
         z_TV = jnp.matmul(x_TD, head_DV, preferred_element_type=dtype)
-        real_V = jnp.arange(v) < v_true - first
+        number_V = jnp.arange(v, dtype=jnp.int32)
+        real_V = number_V < v_true - first
         padded = engine.layout.padded_vocab_size() != v_true
         z_TV = jnp.where(real_V, z_TV, jnp.finfo(dtype).min) if padded else z_TV
         top_T = max_over(z_TV.max(-1), axes)
         e_TV = jnp.exp(z_TV - top_T[:, None])
         total_T = sum_over(e_TV.sum(-1), axes)
         log_z_T = jnp.log(total_T) + top_T
-        is_target_TV = jnp.arange(v) == (target_T - first)[:, None]
+        is_target_TV = number_V == (target_T - first)[:, None]
         s = self.label_smoothing
         wanted_T = (1 - s) * sum_over(jnp.where(is_target_TV, z_TV, 0).sum(-1), axes)
         if s:

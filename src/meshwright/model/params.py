@@ -87,7 +87,9 @@ def _initial_shard(layout: Layout, path: str, seed: int) -> jax.Array:
         return jnp.ones(shape, jnp.float32)
     if "bias_" in path:
         return jnp.zeros(shape, jnp.float32)
-    index = [_global_index(size, axes, dim, len(shape)) for dim, (size, axes) in enumerate(zip(shape, spec, strict=True))]
+    index = [
+        _global_index(size, axes, dim, len(shape)) for dim, (size, axes) in enumerate(zip(shape, spec, strict=True))
+    ]
     column = jnp.zeros((1,) * len(shape), jnp.uint32)
     for i, letter in zip(index[1:], letters[1:], strict=True):  # the true sizes: values do not depend on padding
         column = column * jnp.uint32(model.sizes[letter]) + i

@@ -13,7 +13,7 @@ from jax import lax
 
 from meshwright.compat import vary, varying
 from meshwright.dims import TOKEN_AXES
-from meshwright.engine import Engine, gather, scatter_sum, sum_over, take_shard
+from meshwright.engine import Engine, gather, scatter_sum, sum_over, take_shard, wider
 from meshwright.layout import Axes, Spec, letters_of
 from meshwright.model import params as parameters
 from meshwright.model.forward import Objective
@@ -21,7 +21,9 @@ from meshwright.model.forward import Objective
 Tree = dict[str, Any]
 
 
-def loss_and_gradients(objective: Objective, params: Tree, batch: Tree, key: jax.Array | None) -> tuple[jax.Array, Tree, jax.Array]:
+def loss_and_gradients(
+    objective: Objective, params: Tree, batch: Tree, key: jax.Array | None
+) -> tuple[jax.Array, Tree, jax.Array]:
     """The global loss, every gradient in `layout.updated`, and the global number of targets.
 
     The loss is the sum over all targets of the global batch divided by their number, once, however it is split.
@@ -36,20 +38,23 @@ def loss_and_gradients(objective: Objective, params: Tree, batch: Tree, key: jax
     return sum_over(loss, tokens), reduce(engine, gradients), total
 
 
-def _accumulated(objective: Objective, working: Tree, batch: Tree, key: Any, scale: jax.Array) -> tuple[jax.Array, Tree]:
+def _accumulated(
+    objective: Objective, working: Tree, batch: Tree, key: Any, scale: jax.Array
+) -> tuple[jax.Array, Tree]:
     """This device's share of the loss and of the gradients, added up over the microbatches."""
     engine, count = objective.engine, objective.engine.layout.config.microbatches
 
     def one(microbatch):
         share = lambda working: objective.loss_sum(working, microbatch, key) * scale  # noqa: E731
         loss, gradients = jax.value_and_grad(share)(working)
-        return loss, jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, engine.reduce_dtype)), gradients)
+        return loss, jax.tree.map(lambda g: g.astype(wider(g.dtype, engine.reduce_dtype)), gradients)
 
     if count == 1:
         return one(batch)
     parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
-    kinds = jax.eval_shape(one, jax.tree.map(lambda a: a[0], parts))
-    zero = jax.tree.map(lambda kind: vary(jnp.zeros(kind.shape, kind.dtype), tuple(kind.mat.varying)), kinds)
+    tokens = engine.layout.live(*TOKEN_AXES)
+    zero_like = lambda w: vary(jnp.zeros(w.shape, wider(w.dtype, engine.reduce_dtype)), tuple(varying(w)))  # noqa: E731
+    zero = vary(jnp.zeros((), engine.logits_dtype), tokens), jax.tree.map(zero_like, working)
     add = lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None)  # noqa: E731
     return lax.scan(add, zero, parts)[0]
 

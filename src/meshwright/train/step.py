@@ -1,0 +1,104 @@
+"""The training step: the only program of a run that is compiled for training, and the only `jit` of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright import random
+from meshwright.dims import TOKEN_AXES
+from meshwright.engine import sum_over
+from meshwright.model.forward import Objective
+from meshwright.parallel import accumulate
+from meshwright.train import optim
+from meshwright.train.state import Run
+
+Tree = Any
+
+
+def objective_of(run: Run) -> Objective:
+    return Objective(run.engine, run.config.train, run.remat)
+
+
+def train_step(run: Run) -> Any:
+    """The compiled step ``(state, batch) -> (state, metrics)``; the state's memory is given over (donated).
+
+    Metrics, equal on all devices: loss; grad_norm before clipping; clip_factor; lr; targets (global count);
+    skipped (1.0 where the norm was not finite, and then parameters and optimiser state are bit for bit the old ones).
+    """
+    config, objective = run.config, objective_of(run)
+    transformation, rate = run.transformation, optim.learning_rate(config.optim, config.train.steps)
+    at_rest, working = run.shardings(at_rest=True), run.shardings()
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        key = dropout_key(run, state["step"])
+        loss, gradients, targets = accumulate.loss_and_gradients(objective, state["params"], batch, key)
+        norm = jnp.sqrt(accumulate.squared_norm(run.engine, gradients))
+        clip = clip_factor(norm, config.optim.clip_norm)
+        gradients = jax.tree.map(lambda g: g * clip.astype(g.dtype), gradients)
+        old = accumulate.updated_shards(run.engine, state["params"])
+        updates, opt = transformation.update(gradients, state["opt"], old)
+        lr = jnp.asarray(rate(state["step"]), jnp.float32)
+        new = jax.tree.map(lambda p, u: (p - lr.astype(u.dtype) * u).astype(p.dtype), old, updates)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        choose = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        new, opt = jax.tree.map(choose, (new, opt), (old, state["opt"]))
+        params = accumulate.stored_from_updated(run.engine, new)
+        state = {"params": params, "opt": opt, "step": state["step"] + 1}
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "clip_factor": clip,
+            "lr": lr,
+            "targets": targets,
+            "skipped": 1.0 - finite.astype(jnp.float32),
+        }
+        return state, metrics
+
+    specs, batch_specs = run.specs(), run.batch_specs(objective.batch_letters)
+    inner = jax.shard_map(
+        step, mesh=run.mesh, in_specs=(specs, batch_specs), out_specs=(specs, PartitionSpec()), check_vma=True
+    )
+
+    def offloaded(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        state = state | {"opt": jax.device_put(state["opt"], working["opt"])}
+        return inner(state, batch)
+
+    metrics = NamedSharding(run.mesh, PartitionSpec())
+    return jax.jit(offloaded if config.optim.offload else inner, donate_argnums=0, out_shardings=(at_rest, metrics))
+
+
+def clip_factor(norm: jax.Array, limit: float) -> jax.Array:
+    """What gradients are multiplied by so that their global norm is at most `limit` (0: no limit)."""
+    return jnp.minimum(1, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.ones_like(norm)
+
+
+def dropout_key(run: Run, step: jax.Array) -> jax.Array | None:
+    model = run.config.model
+    if not (model.dropout_attention or model.dropout_embedding or model.dropout_residual):
+        return None
+    return random.key_of(run.config.train.seed, "dropout", step)
+
+
+def eval_step(run: Run) -> Any:
+    """The compiled ``(params, batch) -> (loss sum, targets)``: token-weighted, without dropout."""
+    objective = objective_of(run)
+    tokens = run.layout.live(*TOKEN_AXES)
+
+    def step(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        working = accumulate.enter(run.engine, params)
+        return sum_over(objective.loss_sum(working, batch, None), tokens), sum_over(objective.count(batch), tokens)
+
+    return run.manual(step, (run.specs()["params"], run.batch_specs(objective.batch_letters)), PartitionSpec())
+
+
+def put_batch(run: Run, batch: dict[str, Any], letters: dict[str, str]) -> Tree:
+    """A global batch of numpy arrays on the devices, each device its shard."""
+    specs = run.batch_specs(letters)
+    return {
+        name: jax.make_array_from_callback(
+            array.shape, NamedSharding(run.mesh, specs[name]), lambda index, array=array: array[index]
+        )
+        for name, array in batch.items()
+    }
