@@ -29,6 +29,8 @@ class Block:
     """The block's index on every further axis."""
     ids: tuple[tuple[int, ...], ...]
     """Device ids, [row][column]."""
+    first_column: int = 0
+    """The index of the first column on the last live axis: above 0 in a piece of a wide block."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +111,31 @@ def to_json(grid: Grid) -> dict[str, Any]:
 
 
 def draw(grid: Grid) -> RenderableType:
-    """The mesh as a drawing for the terminal; blocks stand side by side as far as 100 columns reach."""
+    """The mesh as a drawing for the terminal, at most 80 columns wide; blocks stand side by side where they fit."""
     title = Text("mesh  ", style="bold")
     title.append(" x ".join(f"{axis}={degree}" for axis, degree in grid.degrees) or "one device", style="bold")
     parts: list[RenderableType] = [title, Text(label(grid), style="dim"), Text()]
     if grid.device_count <= MAX_DEVICES:
-        for row_of_blocks in _rows([_block(grid, block) for block in grid.blocks]):
+        most = 60 // (5 + len(str(grid.device_count - 1)))
+        for row_of_blocks in _rows([_block(grid, piece) for block in grid.blocks for piece in _pieces(block, most)]):
             parts.extend(row_of_blocks)
             parts.append(Text())
     parts.extend(_legend(grid))
     return Group(*parts)
 
 
+def _pieces(block: Block, most: int) -> list[Block]:
+    """`block` cut into pieces of at most `most` columns."""
+    columns = len(block.ids[0])
+    return [
+        Block(block.place, tuple(row[start : start + most] for row in block.ids), start)
+        for start in range(0, columns, most)
+    ]
+
+
 def _block(grid: Grid, block: Block) -> list[Text]:
     """One block as lines of text of equal length."""
-    width = max(2, len(str(max(i for row in block.ids for i in row))))
+    width = max(2, len(str(grid.device_count - 1)))
     row_name = f"{grid.row_axis} " if grid.row_axis else ""
     margin = len(row_name) + len(str(len(block.ids))) + 1 if grid.row_axis else 0
     column, row = (COLORS.get(a or "", "") for a in (grid.column_axis, grid.row_axis))
@@ -134,7 +146,8 @@ def _block(grid: Grid, block: Block) -> list[Text]:
         head = Text(" " * margin)
         head.append(f"{grid.column_axis} ".ljust(0), style=column)
         head = Text(" " * margin) + Text(
-            (" " * 3).join(str(c).center(width + 2) for c in range(len(block.ids[0]))), style=column
+            (" " * 3).join(str(block.first_column + c).center(width + 2) for c in range(len(block.ids[0]))),
+            style=column,
         )
         lines += [Text(" " * margin + f" {grid.column_axis}", style=column), head]
     for r, ids in enumerate(block.ids):
@@ -152,7 +165,7 @@ def _block(grid: Grid, block: Block) -> list[Text]:
     return lines
 
 
-def _rows(blocks: list[list[Text]], columns: int = 100, gap: int = 5) -> list[list[Text]]:
+def _rows(blocks: list[list[Text]], columns: int = 78, gap: int = 5) -> list[list[Text]]:
     """Put blocks side by side, as many as fit into `columns`."""
     width = blocks[0][0].cell_len
     beside = max(1, (columns + gap) // (width + gap))
@@ -191,13 +204,15 @@ def to_svg(grid: Grid) -> str:
     if grid.device_count > MAX_DEVICES:
         return ""
     cell, step, top, left = 34, 62, 46, 74
-    rows, columns = len(grid.blocks[0].ids), len(grid.blocks[0].ids[0])
-    width, height = left + columns * step, top + rows * step
-    beside = max(1, 900 // width)
+    pieces = [piece for block in grid.blocks for piece in _pieces(block, 12)]
+    rows, most = len(pieces[0].ids), len(pieces[0].ids[0])
+    width, height = left + most * step, top + rows * step
+    beside = min(len(pieces), max(1, 900 // width))
     parts = []
-    for number, block in enumerate(grid.blocks):
-        x0, y0 = number % beside * width, number // beside * height
-        parts.append(_svg_text(x0 + 4, y0 + 14, " ".join(f"{a} {i}" for a, i in block.place), grid.degrees[0][0]))
+    for number, block in enumerate(pieces):
+        x0, y0, columns = number % beside * width, number // beside * height, len(block.ids[0])
+        if block.place:
+            parts.append(_svg_text(x0 + 4, y0 + 14, " ".join(f"{a} {i}" for a, i in block.place), grid.degrees[0][0]))
         for r, c in itertools.product(range(rows), range(columns)):
             x, y = x0 + left + c * step, y0 + top + r * step
             middle_x, middle_y = x + cell / 2, y + cell / 2
@@ -206,12 +221,12 @@ def to_svg(grid: Grid) -> str:
             if r + 1 < rows:
                 parts.append(_svg_line(middle_x, y + cell, middle_x, y + step, grid.row_axis, 2))
             if r == 0 and grid.column_axis:
-                parts.append(_svg_text(x, y - 8, f"{grid.column_axis} {c}", grid.column_axis))
+                parts.append(_svg_text(x, y - 8, f"{grid.column_axis} {block.first_column + c}", grid.column_axis))
             if c == 0 and grid.row_axis:
                 parts.append(_svg_text(x0 + 4, middle_y + 4, f"{grid.row_axis} {r}", grid.row_axis))
             parts.append(f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="6" class="device"/>')
             parts.append(f'<text x="{middle_x}" y="{middle_y + 5}" class="device-id">{block.ids[r][c]}</text>')
-    size = f"{beside * width} {-(-len(grid.blocks) // beside) * height}"
+    size = f"{beside * width} {-(-len(pieces) // beside) * height}"
     return f'<svg viewBox="0 0 {size}" class="mesh" role="img" aria-label="mesh of devices">{"".join(parts)}</svg>'
 
 
