@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.console import Console
 from meshwright.config import LayoutConfig, Refused, parse_layout, to_toml
 from meshwright.layout import Layout, legal_layouts, letters_of
 from meshwright.presets import parameter_count, resolve
-from meshwright.report import charts, layout_table, mesh, records, run
+from meshwright.report import charts, layout_table, mesh, records, reference, run
 
 HOSTILE = "</script><script>alert(1)</script><b>&amp;\x00\u2028é"
 
@@ -128,7 +129,7 @@ def test_charts_hold_the_recorded_numbers(directory):
     loss, evaluation = drawn["loss"]["traces"]
     assert loss["x"] == list(range(1, 41))
     assert loss["y"][0] == pytest.approx(3 + 4 * math.exp(-1 / 20)) and loss["y"][6] is None
-    assert (evaluation["x"], evaluation["y"]) == ([20], [5.0625])
+    assert (evaluation["x"], evaluation["y"]) == ([0, 20, 40], [7.7, 5.0625, 3.75])
     assert drawn["loss"]["reference"]["value"] == 6.2125
     assert "emulated" in drawn["tokens_per_s"]["unit"]
     json.dumps(list(drawn.values()), allow_nan=False)
@@ -299,3 +300,13 @@ def test_bytes_text():
         "1.0 MiB",
         "5120.0 GiB",
     ]
+
+
+# ---- reference -------------------------------------------------------------------------------------------
+
+
+def test_configuration_reference_is_current():
+    path = Path(__file__).parent.parent / "docs" / "configuration.md"
+    assert path.read_text(encoding="utf-8") == reference.page(), (
+        "run: python -m meshwright.report.reference > " + path.name
+    )

@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from meshwright.config import ModelConfig, OptimConfig, Refused, RopeScaling, RunConfig, TrainConfig, load
 
@@ -161,11 +162,11 @@ def _llama(
     )
 
 
-_LONG_RUN = {"eval_every": 1000, "checkpoint_every": 1000}
-_LLAMA_2 = {"vocab_size": 32_000, "rope_theta": 10_000.0}
-_LLAMA_1 = {**_LLAMA_2, "norm_eps": 1e-6, "sequence_length": 2048}
-_LONG = {"rope_scaling": RopeScaling(factor=8.0)}
-_SMALL = {"rope_scaling": RopeScaling(factor=32.0), "tied_embeddings": True}
+_LONG_RUN: dict[str, Any] = {"eval_every": 1000, "checkpoint_every": 1000}
+_LLAMA_2: dict[str, Any] = {"vocab_size": 32_000, "rope_theta": 10_000.0}
+_LLAMA_1: dict[str, Any] = {**_LLAMA_2, "norm_eps": 1e-6, "sequence_length": 2048}
+_LONG: dict[str, Any] = {"rope_scaling": RopeScaling(factor=8.0)}
+_SMALL: dict[str, Any] = {"rope_scaling": RopeScaling(factor=32.0), "tied_embeddings": True}
 
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     "llama-demo": llama_demo,

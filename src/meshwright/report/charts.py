@@ -13,20 +13,14 @@ def charts(records: Records) -> list[dict[str, Any]]:
     language = records.config.model.is_language_model
     unit = "nats per token" if language else "mean squared error"
     drawn = [_chart(records, "loss", "Loss", unit, "a step of training")]
-    if records.evaluations:
-        drawn[0]["traces"].append(
-            _trace(
-                [row["step"] for row in records.evaluations],
-                column(records.evaluations, "eval_loss"),
-                "held-out text",
-                1,
-            )
-            | {"mode": "lines+markers"}
-        )
+    evaluations = _evaluations(records)
+    if evaluations:
+        trace = _trace([step for step, _ in evaluations], [loss for _, loss in evaluations], "held out", 1)
+        drawn[0]["traces"].append(trace | {"mode": "lines+markers"})
     entropy = records.facts.get("unigram_entropy")
     if entropy is not None:
         drawn[0]["reference"] = {"value": entropy, "text": f"unigram entropy of the text, {entropy:.3f}"}
-    emulated = "emulated devices share cores: never a cluster's speed" if records.facts.get("emulated") else ""
+    emulated = "emulated: no cluster's speed" if records.facts.get("emulated") else ""
     drawn += [
         _chart(records, "lr", "Learning rate", "", "learning rate"),
         _chart(records, "grad_norm", "Gradient norm", "global, before clipping", "gradient norm"),
@@ -34,6 +28,16 @@ def charts(records: Records) -> list[dict[str, Any]]:
         _chart(records, "mfu", "Model FLOPs utilisation", "share of the chips' peak", "MFU"),
     ]
     return [chart for chart in drawn if any(v is not None for trace in chart["traces"] for v in trace["y"])]
+
+
+def _evaluations(records: Records) -> list[tuple[int, float | None]]:
+    """Every evaluation as (step, loss): the one before training at step 0, those of metrics.jsonl, and the last."""
+    recorded = zip((row["step"] for row in records.evaluations), column(records.evaluations, "eval_loss"), strict=True)
+    before, after = records.facts.get("eval_loss_before"), records.facts.get("eval_loss")
+    points = ({} if before is None else {0: before}) | dict(recorded)
+    if after is not None and records.steps:
+        points.setdefault(records.steps[-1]["step"], after)
+    return sorted(points.items())
 
 
 def _chart(records: Records, key: str, title: str, unit: str, name: str) -> dict[str, Any]:

@@ -226,8 +226,8 @@ def to_svg(grid: Grid) -> str:
                 parts.append(_svg_text(x0 + 4, middle_y + 4, f"{grid.row_axis} {r}", grid.row_axis))
             parts.append(f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="6" class="device"/>')
             parts.append(f'<text x="{middle_x}" y="{middle_y + 5}" class="device-id">{block.ids[r][c]}</text>')
-    size = f"{beside * width} {-(-len(pieces) // beside) * height}"
-    return f'<svg viewBox="0 0 {size}" class="mesh" role="img" aria-label="mesh of devices">{"".join(parts)}</svg>'
+    size = f'viewBox="0 0 {beside * width} {-(-len(pieces) // beside) * height}" width="{beside * width}"'
+    return f'<svg {size} class="mesh" role="img" aria-label="mesh of devices">{"".join(parts)}</svg>'
 
 
 def _svg_line(x1: float, y1: float, x2: float, y2: float, axis: str | None, thickness: int) -> str:
