@@ -44,6 +44,21 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(math.prod(sizes[letter] for letter in name.rsplit("_", 1)[1]) for name in parameter_names(model))
 
 
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """FLOPs that training needs for one token, forward and backward, without rematerialisation.
+
+    6 for each weight of a matmul (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; the embedding's look-up is none, a tied
+    head is one), and for attention's two products 6 L N H T, counting causal pairs only. For a regression, one example.
+    """
+    sizes, weights = model.sizes, 0
+    for name in parameter_names(model):
+        letters = name.rsplit("_", 1)[1]
+        if set(letters) & set("FNKV") and "D" in letters and (letters != "VD" or model.tied_embeddings):
+            weights += math.prod(sizes[letter] for letter in letters)
+    attention = model.layers * model.heads * model.head_size * sequence_length if model.is_language_model else 0
+    return 6.0 * (weights + attention)
+
+
 # ---- proofs and demonstrations ---------------------------------------------------------------------------
 
 

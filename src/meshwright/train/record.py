@@ -1,0 +1,217 @@
+"""What a run leaves behind and what it shows: the files of the run directory, and the lines on the screen.
+
+Everything shown is written first: the report is drawn from these files alone.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from meshwright import hardware
+from meshwright.config import to_toml
+from meshwright.presets import flops_per_token, parameter_count
+from meshwright.report import layout_table
+from meshwright.report import mesh as mesh_drawing
+from meshwright.report import run as report
+from meshwright.train.state import Run
+
+
+class Records:
+    """The run directory: config.toml, metrics.jsonl, run.json, report.html. Written by process 0 alone."""
+
+    def __init__(self, directory: Path, run: Run, data: dict[str, Any], resume: bool):
+        self.directory, self.run = directory, run
+        self.writes = jax.process_index() == 0
+        self._metrics = directory / "metrics.jsonl"
+        old = directory / "run.json"
+        self.facts: dict[str, Any] = json.loads(old.read_text()) if resume and old.exists() else {"samples": []}
+        self.facts |= {
+            "layout": str(run.config.layout),
+            "devices": run.mesh.size,
+            "device_kind": self._device.device_kind,
+            "emulated": self.is_emulated,
+            "processes": jax.process_count(),
+            "parameters": parameter_count(run.config.model),
+            "layout_table": layout_table.rows(run.config),
+            "device_ids": [device.id for device in run.mesh.devices.flat],
+            "versions": {
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("meshwright", "jax", "jaxlib", "optax", "orbax-checkpoint")},
+            },
+        } | data
+        if self.writes:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "config.toml").write_text(to_toml(run.config), encoding="utf-8")
+            self._save()
+        self._tensorboard = _tensorboard(directory) if run.config.train.tensorboard and self.writes else None
+
+    @property
+    def _device(self) -> Any:
+        return self.run.mesh.devices.flat[0]
+
+    @property
+    def is_emulated(self) -> bool:
+        return self._device.platform == "cpu" and self.run.mesh.size > 1
+
+    @property
+    def grid(self) -> Any:
+        degrees = self.run.config.layout.degrees
+        return mesh_drawing.grid(degrees, self.facts["device_ids"], emulated=self.is_emulated)
+
+    def keep_until(self, step: int) -> None:
+        """Forget metrics of steps after `step`: they are about to be done again."""
+        if not self.writes or not self._metrics.exists():
+            return
+        kept = []
+        for line in self._metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the line that a killed run left unfinished
+            if row["step"] <= step:
+                kept.append(json.dumps(row) + "\n")
+        _write_whole(self._metrics, "".join(kept))
+
+    def step(self, number: int, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
+        """Write one step's row and return it."""
+        tokens = self.run.config.train.sequences * self.run.config.train.sequence_length
+        if not self.run.config.model.is_language_model:
+            tokens = self.run.config.train.sequences
+        row = {
+            "step": number,
+            "loss": metrics["loss"],
+            "grad_norm": metrics["grad_norm"],
+            "clip_factor": metrics["clip_factor"],
+            "lr": metrics["lr"],
+            "tokens": tokens,
+            "targets": int(metrics["targets"]),
+            "tokens_per_s": tokens / seconds,
+            "step_s": seconds,
+            "skipped": bool(metrics["skipped"]),
+        }
+        flops = flops_per_token(self.run.config.model, self.run.config.train.sequence_length) * tokens
+        mfu = hardware.mfu(flops, seconds, self._device.device_kind, self.run.mesh.size)
+        self._append(row if mfu is None else row | {"mfu": mfu})
+        return row
+
+    def evaluation(self, number: int, loss: float) -> None:
+        self._append({"step": number, "eval_loss": loss})
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to run.json."""
+        self.facts |= facts
+        self._save()
+
+    def sample(self, when: str, sample: dict[str, str] | None) -> None:
+        if sample is not None:
+            self.note(samples=[*self.facts["samples"], {"when": when, **sample}])
+
+    def finish(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self.writes:
+            report.write(self.directory)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        if not self.writes:
+            return
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self._tensorboard is not None:
+            for name, value in row.items():
+                if name != "step":
+                    self._tensorboard.add_scalar(name, value, row["step"])
+
+    def _save(self) -> None:
+        if self.writes:
+            _write_whole(self.directory / "run.json", json.dumps(self.facts, indent=1))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace a file at once: a reader, or a run killed here, finds the old text or the new."""
+    unfinished = path.with_suffix(path.suffix + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _tensorboard(directory: Path) -> Any:
+    from tensorboardX import SummaryWriter
+
+    return SummaryWriter(str(directory / "tensorboard"))
+
+
+class Screen:
+    """The run as text on a console; silent on every process but the first."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.console.quiet = self.console.quiet or jax.process_index() != 0
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def begin(self, run: Run, records: Records) -> None:
+        """The mesh and the layout of every parameter, as drawings."""
+        self.console.print()
+        self.console.print(mesh_drawing.draw(records.grid), highlight=False)
+        self.console.print()
+        self.console.print(layout_table.draw(records.facts["layout_table"]), highlight=False)
+        self.console.print()
+        self.say(
+            f"{records.facts['parameters']:,} parameters, {run.config.train.sequences} sequences of"
+            f" {run.config.train.sequence_length} a step, {run.engine.compute_dtype} on {records.facts['device_kind']}"
+        )
+
+    @contextmanager
+    def progress(self, first: int, last: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+        """A bar with loss and tokens per second; where the console is no terminal, a line now and then."""
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        every = max((last - first) // 10, 1)
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
+            task = bar.add_task("compiling", total=last, completed=first)
+
+            def advance(row: dict[str, Any]) -> None:
+                text = describe(row)
+                bar.update(task, completed=row["step"], description=text)
+                plain = not self.console.is_terminal and (row["step"] % every == 0 or row["step"] in (first + 1, last))
+                if plain or row["skipped"]:
+                    self.say(f"step {row['step']:>5}/{last}  {text}")
+
+            yield advance
+
+    def show_sample(self, records: Records) -> None:
+        """The newest sample, its prompt set apart from what the model wrote."""
+        if records.facts["samples"]:
+            sample = records.facts["samples"][-1]
+            text = Text(sample["prompt"], style="dim") + Text(sample["text"], style="bold")
+            self.console.print(Panel(text, title=f"sample {sample['when']} training", title_align="left"))
+
+    def end(self, records: Records) -> None:
+        """The sample after training, the figures, and where everything is."""
+        self.show_sample(records)
+        facts = records.facts
+        for text, name in (
+            ("held-out loss before training", "eval_loss_before"),
+            ("held-out loss after training", "eval_loss"),
+            ("unigram entropy of the text", "unigram_entropy"),
+        ):
+            if facts.get(name) is not None:
+                self.say(f"{text:<30} {facts[name]:.3f} nats")
+        self.say(f"run directory                  {records.directory} (report.html, metrics.jsonl, checkpoints/)")
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A step's figures in one line."""
+    text = f"loss {row['loss']:.3f}  norm {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} tokens/s"
+    return text + ("  SKIPPED: the gradient norm is not finite" if row["skipped"] else "")
