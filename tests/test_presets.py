@@ -50,6 +50,13 @@ def test_count_of_a_model_by_hand():
     assert presets.parameter_count(model) == 2 * 11 * 6 + 2 * (attention + 3 * 6 * 10 + 2 * 6) + 6
 
 
+def test_flops_of_a_token_by_hand():
+    model = ModelConfig(layers=2, d_model=6, d_ff=10, heads=3, kv_heads=1, head_size=4, vocab_size=11)
+    layer = 6 * 12 + 2 * 6 * 4 + 12 * 6 + 3 * 6 * 10  # weights of its matrices
+    causal_attention = 2 * 12 * (5 / 2)  # two products, N H each, over half of T keys
+    assert presets.flops_per_token(model, 5) == 6 * (2 * (layer + causal_attention) + 6 * 11)
+
+
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_written_and_read_back(name):
     preset = presets.resolve(name)

@@ -55,6 +55,7 @@ def directory(tmp_path, config):
         "data": {"source": HOSTILE, "documents": 1234},
         "versions": {"jax": "0.10.2"},
         "layout_table": layout_table.rows(config),
+        "mesh": mesh.to_json(mesh.grid(config.layout.degrees)),
     }
     (tmp_path / "run.json").write_text(json.dumps(facts), encoding="utf-8")
     return tmp_path
@@ -172,6 +173,13 @@ def test_killed_and_resumed_records(directory):
         records.read(directory)
 
 
+def test_figures_that_are_not_finite(directory):
+    facts = json.loads((directory / "run.json").read_text()) | {"eval_loss": math.nan, "unigram_entropy": math.inf}
+    (directory / "run.json").write_text(json.dumps(facts))
+    _, text = read_page(run.write(directory))
+    assert "nan" not in text.lower().replace("unigram", "") and "held-out loss before 7.7" in text
+
+
 def test_regression_runs_have_no_tokens(tmp_path):
     (tmp_path / "config.toml").write_text(to_toml(resolve("residual-demo")))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
@@ -209,6 +217,12 @@ def test_mesh_shows_every_device_once(layout, width):
     assert sorted(i for block in grid.blocks for row in block.ids for i in row) == ids
     svg = mesh.to_svg(grid)
     assert sorted(map(int, re.findall(r'class="device-id">(\d+)<', svg))) == ids
+
+
+@pytest.mark.parametrize("layout", ["data=1", "tensor=8", "data=2 fsdp=2 tensor=2"])
+def test_mesh_survives_its_record(layout):
+    grid = mesh.grid(parse_layout(layout).degrees, emulated=False)
+    assert mesh.from_json(json.loads(json.dumps(mesh.to_json(grid)))) == grid
 
 
 def test_mesh_neighbours_differ_in_one_axis():

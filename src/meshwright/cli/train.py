@@ -1,7 +1,6 @@
 """Train a model: on emulated CPU devices, one accelerator or many."""
 
 import argparse
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -42,11 +41,9 @@ def run(args: argparse.Namespace) -> int:
     start_devices(config.layout.device_count)
     from meshwright.train.loop import train  # imports JAX, whose devices are now set
 
-    train(config, directory, Console(stderr=args.json), args.resume)
+    facts = train(config, directory, Console(stderr=args.json), args.resume)
     if args.json:
-        print_json(
-            {"run_directory": str(directory), **json.loads((directory / "run.json").read_text(encoding="utf-8"))}
-        )
+        print_json({"run_directory": str(directory), **facts})
     return 0
 
 

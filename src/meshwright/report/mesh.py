@@ -110,6 +110,14 @@ def to_json(grid: Grid) -> dict[str, Any]:
     }
 
 
+def from_json(table: Mapping[str, Any]) -> Grid:
+    """The inverse of `to_json`."""
+    blocks = tuple(
+        Block(tuple(block["place"].items()), tuple(tuple(row) for row in block["ids"])) for block in table["blocks"]
+    )
+    return Grid(tuple(table["axes"].items()), blocks, bool(table["emulated"]))
+
+
 def draw(grid: Grid) -> RenderableType:
     """The mesh as a drawing for the terminal, at most 80 columns wide; blocks stand side by side where they fit."""
     title = Text("mesh  ", style="bold")

@@ -36,7 +36,7 @@ def read(run_directory: Path) -> Records:
         config_text=config_path.read_text(encoding="utf-8"),
         steps=tuple(steps[step] for step in sorted(steps)),
         evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
-        facts=json.loads(facts_path.read_text(encoding="utf-8")) if facts_path.exists() else {},
+        facts=_loads(facts_path.read_text(encoding="utf-8")) if facts_path.exists() else {},
     )
 
 
@@ -47,13 +47,18 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _loads(line)
             row["step"]  # every row has one
             rows.append(row)
         except (ValueError, KeyError, TypeError):
             if number < len(lines):
                 raise Refused(f"{str(path)!r}, line {number}, is not a metrics row: {line[:80]!r}") from None
     return rows
+
+
+def _loads(text: str) -> Any:
+    """Parse JSON; NaN and infinities, which Python writes and JSON does not have, become None."""
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def column(rows: tuple[dict[str, Any], ...], key: str) -> list[float | None]:

@@ -126,7 +126,6 @@ def _samples(samples: list[dict[str, Any]]) -> str:
     blocks = []
     for sample in samples:
         prompt, text = str(sample.get("prompt", "")), str(sample.get("text", ""))
-        text = text.removeprefix(prompt)
         blocks.append(
             f"<figure><figcaption>{_text(sample.get('when', ''))} training</figcaption>"
             f'<pre><span class="prompt">{_text(prompt)}</span>{_text(text)}</pre></figure>'
@@ -135,10 +134,9 @@ def _samples(samples: list[dict[str, Any]]) -> str:
 
 
 def _mesh(records: Records) -> str:
-    facts = records.facts
-    if "devices" not in facts:
+    if "mesh" not in records.facts:
         return ""
-    grid = mesh.grid(records.config.layout.degrees, facts.get("device_ids"), emulated=bool(facts.get("emulated")))
+    grid = mesh.from_json(records.facts["mesh"])
     lines = "".join(
         f'<li><b style="color:var(--axis-{axis})">{axis}</b> {degree}, {_text(link)}</li>'
         for axis, degree, link in mesh.links(grid)
