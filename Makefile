@@ -6,6 +6,7 @@ STAMP := .venv/.installed
 .PHONY: install train test check clean
 
 install: $(STAMP) ## make .venv and install Meshwright into it (again only when pyproject.toml changes)
+	@:
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
