@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli import train, verify
+from meshwright.cli import common, train, verify
 from meshwright.cli.main import main
 from meshwright.config import load, to_toml
 from meshwright.presets import resolve
@@ -73,6 +73,7 @@ BAD = [
     (["show", "mseh"], "'mesh'"),
     (["show", "layout", "llama-demo", "--layout", "tensor=3"], "tensor=3"),
     (["show", "mesh", "--layout", "fsdp=2", "--devices", "8"], "8"),
+    (["show", "mesh", "--layout", "data=10000000000"], "10,000,000,000"),
 ]
 
 
@@ -230,6 +231,12 @@ def test_a_new_run_gets_an_unused_directory(tmp_path):
     assert train.unused(tmp_path, "demo") == tmp_path / "demo-3"
     assert train.latest(tmp_path, "demo") == tmp_path / "demo-2"
     assert train.latest(tmp_path, "other") == tmp_path / "other"
+
+
+def test_the_host_says_what_it_has(monkeypatch):
+    """On a host told to use its CPU there are no accelerators, whatever is plugged in."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert common.accelerator_count() == 0
 
 
 def test_interrupt_ends_cleanly(tmp_path):

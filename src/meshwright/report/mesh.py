@@ -19,6 +19,8 @@ from meshwright.dims import AXES
 COLORS = {"pipe": "magenta", "data": "yellow", "fsdp": "blue", "expert": "red", "context": "green", "tensor": "cyan"}
 MAX_DEVICES = 256
 """More devices than this are described, not drawn."""
+MOST_DEVICES = 2**17
+"""More devices than this are refused: no machine has them."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ def grid(degrees: Mapping[str, int], ids: Sequence[int] | None = None, *, emulat
 
 def check_devices(layout: LayoutConfig, devices: int | None) -> None:
     """Refuse a device count that is not the layout's, where no model is given that could be checked as well."""
+    require(
+        layout.device_count <= MOST_DEVICES,
+        f"layout '{layout}' needs {layout.device_count:,} devices; a mesh of at most {MOST_DEVICES:,} can be shown",
+    )
     require(
         devices in (None, layout.device_count),
         f"layout '{layout}' needs {layout.device_count} devices, but --devices is {devices}",
