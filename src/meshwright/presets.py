@@ -48,7 +48,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs that training needs for one token, forward and backward, without rematerialisation.
 
     6 for each weight of a matmul (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; the embedding's look-up is none,
-    a tied head is one), and for attention's two products 6 L N H T, counting causal pairs only. For a regression, one example.
+    a tied head is one), and for attention's two products 6 L N H T, counting causal pairs only. A regression's token is
+    one example.
     """
     sizes, weights = model.sizes, 0
     for name in parameter_names(model):
