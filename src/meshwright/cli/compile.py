@@ -5,6 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from meshwright.audit import target as targets
+from meshwright.audit.aot import compile_step
 from meshwright.cli.common import add_config, add_json, print_json, read_config, writable_directory
 from meshwright.config import require
 from meshwright.layout import check
@@ -12,46 +14,32 @@ from meshwright.layout import check
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument(
-        "--target",
-        metavar="TARGET",
-        required=True,
-        help="cpu:8, tpu-v5p:2x2x4 (topology), h100-sxm:2x8 (hosts x devices)",
-    )
-    parser.add_argument("--save", metavar="FILE", type=Path, help="write the compiled program's text to this file")
+    examples = ", ".join(kind.example for kind in targets.KINDS.values())
+    parser.add_argument("--target", metavar="TARGET", required=True, help=f"the machine: {examples}")
+    parser.add_argument("--text", metavar="FILE", type=Path, help="write the compiled program's text to this file")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Status 0: it compiles and fits; 1: it does not fit, or the compiler stopped."""
+    target = targets.parse(args.target)
     config = read_config(args)
-    kind, colon, shape = args.target.partition(":")
-    require(
-        bool(kind and colon) and all(part.isdecimal() and int(part) for part in shape.split("x")),
-        f"--target {args.target!r} is not KIND:SHAPE; write it as cpu:8, tpu-v5p:2x2x4 or h100-sxm:2x8",
-    )
-    check(config, _product(shape))
-    if args.save:
-        writable_directory(args.save.parent)
-    from meshwright.audit.aot import compile_step  # imports JAX
-
-    facts = compile_step(config, args.target, args.save)
+    check(config, target.device_count)
+    if args.text:
+        require(not args.text.is_dir(), f"--text {str(args.text)!r} is a directory; name a file")
+        writable_directory(args.text.parent)
+        args.text.parent.mkdir(parents=True, exist_ok=True)
+    facts = compile_step(config, target, args.text)
     if args.json:
         print_json(facts)
     else:
         console = Console()
         for name, value in facts.items():
-            console.print(f"{name:>24}  {_shown(name, value)}", markup=False, highlight=False)
-    return 0
-
-
-def _product(shape: str) -> int:
-    count = 1
-    for part in shape.split("x"):
-        count *= int(part)
-    return count
+            console.print(f"{name:>16}  {_shown(name, value)}", markup=False, highlight=False)
+    return 0 if facts["verdict"] == "fits" else 1
 
 
 def _shown(name: str, value: object) -> str:
     if name.endswith("_bytes") and isinstance(value, (int, float)):
-        return f"{value / 2**30:.2f} GiB"
+        return f"{value / 2**30:.2f} GiB" if value >= 2**27 else f"{value / 2**20:.2f} MiB"
     return f"{value:.1f} s" if name.endswith("_s") and isinstance(value, float) else str(value)
