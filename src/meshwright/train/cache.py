@@ -21,7 +21,9 @@ Write = Callable[[BinaryIO], None]
 def cache_directory() -> Path:
     """$XDG_CACHE_HOME/meshwright, or ~/.cache/meshwright (XDG Base Directory Specification 0.8)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshwright"
+    home = os.path.expanduser("~")
+    home = home if os.path.isabs(home) else tempfile.gettempdir()  # a user without a home directory
+    return (Path(base) if os.path.isabs(base) else Path(home, ".cache")) / "meshwright"
 
 
 @dataclass(frozen=True)

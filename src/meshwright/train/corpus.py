@@ -23,8 +23,10 @@ from meshwright.train.tokenizer import Tokenizer
 GROUP_CHARACTERS = 1 << 22
 """Text that is tokenised, and held in memory, at a time."""
 
+GROUP_TOKENS = 1 << 24
+
 SAMPLE_CHARACTERS_PER_TOKEN = 1000
-"""A vocabulary of V is trained on at most this many V characters, taken evenly from the text (a choice: time against fit)."""
+"""A vocabulary of V is trained on at most this times V characters, taken evenly: time against fit, so no larger."""
 
 RECIPE = 1
 """Raised when the same text would give other tokens than before, so that older cache entries are not used."""
@@ -77,10 +79,14 @@ def _trained(
     texts = sample(sources.documents(files, text_field), _bytes(files), SAMPLE_CHARACTERS_PER_TOKEN * vocab_size)
     definition = tokenizing.train_bpe(texts, vocab_size).to_str()
     try:
-        cache.store(directory, key, {".json": lambda file: file.write(definition.encode())}, {})
+        cache.store(directory, key, {".json": lambda file: _write_text(file, definition)}, {})
     except OSError as error:
         report(_not_cached(directory, error))
     return tokenizing.trained(definition)
+
+
+def _write_text(file: BinaryIO, text: str) -> None:
+    file.write(text.encode())
 
 
 def sample(texts: Iterable[str], total: int, most: int) -> Iterator[str]:
@@ -177,6 +183,12 @@ def _not_cached(directory: Path, error: OSError) -> str:
     return f"nothing is cached: {directory} cannot be written ({error.strerror})"
 
 
+def count_tokens(corpus: Corpus, size: int) -> np.ndarray:
+    """How often each token id below `size` stands in the corpus, i64[size]."""
+    groups = (corpus.tokens[first : first + GROUP_TOKENS] for first in range(0, len(corpus.tokens), GROUP_TOKENS))
+    return sum((np.bincount(group, minlength=size) for group in groups), np.zeros(size, np.int64))
+
+
 # ---- the split ------------------------------------------------------------------------------------------
 
 
@@ -191,8 +203,16 @@ class Part:
     def tokens(self) -> int:
         return int(self.length_N.sum())
 
+    def count_tokens(self, corpus: Corpus, size: int) -> np.ndarray:
+        """How often each token id below `size` stands in these documents, i64[size]."""
+        count_V = np.zeros(size, np.int64)
+        for first in range(0, len(self.start_N), 1024):
+            spans = zip(self.start_N[first : first + 1024], self.length_N[first : first + 1024], strict=True)
+            count_V += np.bincount(np.concatenate([corpus.tokens[a : a + n] for a, n in spans]), minlength=size)
+        return count_V
 
-def split(corpus: Corpus, share: float, row_length: int, newline_V: np.ndarray) -> tuple[Part, Part, str]:
+
+def split(corpus: Corpus, share: float, row_length: int, tokenizer: Tokenizer) -> tuple[Part, Part, str]:
     """Training part, held-out part, and how it was done.
 
     By the documents' hashes; the held-out ones in the order of their hash, so that the first few are as good a sample
@@ -215,7 +235,7 @@ def split(corpus: Corpus, share: float, row_length: int, newline_V: np.ndarray) 
     tail_tokens = min(max(round(share * total_tokens), row_length + 1), int(length_N[longest]) // 2, most_tokens)
     if tail_tokens < 2:
         return everything, nothing, "nothing (the text is too short)"
-    lines = np.flatnonzero(newline_V[corpus.tokens[end - tail_tokens : end - tail_tokens // 2]])
+    lines = np.flatnonzero(tokenizer.newline_V[corpus.tokens[end - tail_tokens : end - tail_tokens // 2]])
     tail_tokens -= int(lines[0]) if len(lines) else 0
     length_N = length_N.copy()
     length_N[longest] -= tail_tokens

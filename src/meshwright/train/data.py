@@ -75,10 +75,8 @@ class TextData:
     @cached_property
     def unigram_entropy_nats(self) -> float:
         """Entropy of the training tokens' frequencies: the loss of a model that knows nothing but those."""
-        counts_V = np.zeros(self.tokenizer.size, np.int64)
-        for start, length in zip(self.train.start_N, self.train.length_N, strict=True):
-            counts_V += np.bincount(self.corpus.tokens[start : start + length], minlength=len(counts_V))
-        return entropy_nats(counts_V)
+        size = self.tokenizer.size
+        return entropy_nats(corpora.count_tokens(self.corpus, size) - self.held_out.count_tokens(self.corpus, size))
 
     def describe(self) -> dict[str, Any]:
         """Facts to print and to record; plain values."""
@@ -159,11 +157,13 @@ def prepare(config: RunConfig, report: Report = lambda line: None, cache: Path |
         f"the text is shorter than one sequence: {len(corpus.tokens)} tokens, and train.sequence_length={length}"
         f" needs {length + 1}; give more text or lower train.sequence_length",
     )
-    train, held_out, held_out_by = corpora.split(corpus, config.data.held_out_share, length, tokenizer.newline_V)
+    train, held_out, held_out_by = corpora.split(corpus, config.data.held_out_share, length, tokenizer)
     train_rows, held_out_rows = (
         packing.pack(part.start_N, part.length_N, length, config.data.packing) for part in (train, held_out)
     )
     require(len(train_rows) > 0, "no document has two tokens, so there is nothing to predict; give longer documents")
+    if len(train_rows) < config.train.sequences:
+        report(f"the text makes only {len(train_rows)} sequences; a batch of {config.train.sequences} repeats some")
     return TextData(config, tokenizer, corpus, train, held_out, held_out_by, train_rows, held_out_rows, fingerprint)
 
 

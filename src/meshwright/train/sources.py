@@ -42,22 +42,19 @@ def find(paths: Iterable[str]) -> tuple[Path, ...]:
 
     Directories are read recursively; there, hidden files, empty files and other formats are passed over.
     """
-    found: set[Path] = set()
-    for name in paths:
-        path = Path(os.path.abspath(os.path.expanduser(name)))
-        if os.path.lexists(path):
-            found.update(_in_directory(path) if path.is_dir() else [_named(path)])
-            require(bool(found), f"data.paths: {name!r} holds no file to read ({FORMATS})")
-            continue
-        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-        require(bool(matches), f"data.paths: {name!r} matches nothing (from {os.getcwd()})")
-        files = [file for match in matches for file in (_in_directory(match) if match.is_dir() else [match])]
-        files = [file for file in files if kind_of(file)]
-        require(
-            bool(files), f"data.paths: {name!r} matches {len(matches)} files or directories, none to read ({FORMATS})"
-        )
-        found.update(files)
-    return tuple(sorted(found))
+    return tuple(sorted({file for name in paths for file in _matches(name)}))
+
+
+def _matches(name: str) -> list[Path]:
+    path = Path(os.path.abspath(os.path.expanduser(name)))
+    if os.path.lexists(path) and not os.path.isdir(path):
+        return [_named(path)]
+    matches = [path] if os.path.isdir(path) else [Path(match) for match in glob.glob(str(path), recursive=True)]
+    require(bool(matches), f"data.paths: {name!r} matches nothing (from {os.getcwd()})")
+    files = [file for match in matches for file in (_in_directory(match) if os.path.isdir(match) else [match])]
+    files = [file for file in files if kind_of(file) and _may_be_read(file)]
+    require(bool(files), f"data.paths: {name!r} holds no file that is read; read are {FORMATS}")
+    return files
 
 
 def library() -> tuple[Path, ...]:
@@ -75,11 +72,14 @@ def library() -> tuple[Path, ...]:
 
 def kind_of(path: Path) -> str:
     """The format's suffix without the compression's, or "" where the format is not known."""
-    name = path.name.lower()
-    for compression in COMPRESSED:
-        name = name.removesuffix(compression)
-    suffix = Path(name).suffix
+    suffix = Path(path.name.lower().removesuffix(compression_of(path))).suffix
     return suffix if suffix in TEXT + ROWS else ""
+
+
+def compression_of(path: Path) -> str:
+    """Its suffix, or "" where the file is not compressed."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in COMPRESSED else ""
 
 
 def _named(path: Path) -> Path:
@@ -95,8 +95,12 @@ def _named(path: Path) -> Path:
 
 
 def _in_directory(directory: Path) -> list[Path]:
-    files = _walk(directory, lambda name: not name.startswith("."))
-    return [file for file in files if kind_of(file) and (file.is_symlink() or file.is_file() and file.stat().st_size)]
+    return list(_walk(directory, lambda name: not name.startswith(".")))
+
+
+def _may_be_read(path: Path) -> bool:
+    """Whether it is a file with content; a dangling link counts, so that reading it is refused by name."""
+    return os.path.getsize(path) > 0 if os.path.isfile(path) else not os.path.exists(path)
 
 
 def _walk(directory: Path, wanted: Any) -> Iterator[Path]:
@@ -118,7 +122,7 @@ def content_hash(files: Iterable[Path], text_field: str) -> str:
         one = hashlib.blake2b(digest_size=16)
         for chunk in _raw(path):
             one.update(chunk)
-        content.update(f"{''.join(path.suffixes[-2:]).lower()} {one.hexdigest()}\n".encode())
+        content.update(f"{kind_of(path)} {compression_of(path)} {one.hexdigest()}\n".encode())
     return content.hexdigest()
 
 
@@ -153,9 +157,8 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[str]:
     import pyarrow.parquet
 
     where = f"data file {str(path)!r}"
-    compressed = path.suffix.lower() in COMPRESSED
     try:
-        source = io.BytesIO(b"".join(_chunks(path))) if compressed else str(path)
+        source = io.BytesIO(b"".join(_chunks(path))) if compression_of(path) else str(path)
         with pyarrow.parquet.ParquetFile(source) as file:
             names = file.schema_arrow.names
             require(text_field in names, _no_field(text_field, where, names))
@@ -223,16 +226,19 @@ def _first_line(error: Exception) -> str:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Lines, without their ends; never more than one chunk and one line in memory."""
-    rest = b""
+    parts: list[bytes] = []
     for chunk in _chunks(path):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-    yield rest
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        for line in others:
+            yield b"".join(parts)
+            parts = [line]
+    yield b"".join(parts)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
     """The file's bytes, decompressed; refuses a broken or cut stream."""
-    compression = path.suffix.lower()
+    compression = compression_of(path)
     try:
         if compression == ".gz":
             with gzip.open(path) as file:

@@ -70,7 +70,7 @@ class Tokenizer:
 
 
 def pieces_of(text: str) -> list[str]:
-    """Cut `text` into pieces of about `PIECE_CHARACTERS`, only at newlines that are a word of their own for GPT-2's split."""
+    """Cut `text` into pieces of about `PIECE_CHARACTERS`, only at newlines that are a word in GPT-2's split."""
     pieces, start = [], 0
     while len(text) - start > PIECE_CHARACTERS:
         cut = start + PIECE_CHARACTERS
@@ -97,7 +97,7 @@ def require_vocabulary(vocab_size: int) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens (fewer where the text has no more pairs); id 0 ends a document."""
+    """A byte-level BPE of at most `vocab_size` tokens (fewer where the text has no more pairs); 0 ends a document."""
     require_vocabulary(vocab_size)
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
