@@ -273,7 +273,7 @@ def test_the_tail_of_a_long_document_is_held_out_at_a_lines_end(tmp_path, store,
     assert "longest document" in data.held_out_by
     (held,) = held_texts(data)
     assert held.startswith("\n") and held.endswith("<|endoftext|>")
-    assert 16 < data.held_out.tokens < 0.2 * len(data.corpus.tokens)
+    assert 17 <= data.held_out.tokens <= 34
     assert list(data.eval_batches(4))
 
 

@@ -217,7 +217,7 @@ def split(corpus: Corpus, share: float, row_length: int, tokenizer: Tokenizer) -
 
     By the documents' hashes; the held-out ones in the order of their hash, so that the first few are as good a sample
     as any. Where that holds out nothing, or more than half of the tokens (few, long documents), the tail of the longest
-    document is held out instead, cut at a line's end where there is one. Training keeps more than `row_length` tokens.
+    document is held out instead, cut at a line's end where one is near. Training keeps more than `row_length` tokens.
     """
     start_N, length_N = corpus.start_N, corpus.length_N
     everything, nothing = Part(start_N, length_N), Part(start_N[:0], length_N[:0])
@@ -232,11 +232,13 @@ def split(corpus: Corpus, share: float, row_length: int, tokenizer: Tokenizer) -
         return Part(start_N[~held_N], length_N[~held_N]), held, f"{len(by_hash)} documents, by a hash of their text"
     longest = int(np.argmax(length_N))
     end = int(start_N[longest] + length_N[longest])
-    tail_tokens = min(max(round(share * total_tokens), row_length + 1), int(length_N[longest]) // 2, most_tokens)
+    most_tokens = min(most_tokens, int(length_N[longest]) // 2)
+    tail_tokens = min(max(round(share * total_tokens), row_length + 1), most_tokens)
     if tail_tokens < 2:
         return everything, nothing, "nothing (the text is too short)"
-    lines = np.flatnonzero(tokenizer.newline_V[corpus.tokens[end - tail_tokens : end - tail_tokens // 2]])
-    tail_tokens -= int(lines[0]) if len(lines) else 0
+    tail = corpus.tokens[end - min(2 * tail_tokens, most_tokens) : end]
+    lines = np.flatnonzero(tokenizer.newline_V[tail[: len(tail) - tail_tokens + 1]])
+    tail_tokens = len(tail) - int(lines[-1]) if len(lines) else tail_tokens
     length_N = length_N.copy()
     length_N[longest] -= tail_tokens
     held = Part(np.array([end - tail_tokens]), np.array([tail_tokens]))
