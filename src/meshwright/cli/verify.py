@@ -2,16 +2,18 @@
 
 import argparse
 import random
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.common import add_config, add_devices, add_json, print_json, read_config, start_devices
 from meshwright.config import LayoutConfig, Refused, RunConfig, parse_layout, require
 from meshwright.layout import check, legal_layouts
+from meshwright.verify.sizes import reduced, sizes_text
 
 DTYPES = ("float64", "float32", "bfloat16")
 VERDICTS = ("equal", "differs", "refused")
@@ -30,25 +32,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, metavar="DTYPE", default="float64", help=f"one of {', '.join(DTYPES)}"
     )
+    parser.add_argument(
+        "--full-size",
+        action="store_true",
+        help="verify the sizes as configured; without it large sizes become small ones that the same degrees divide",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     layouts, results = choose_layouts(config, args.layouts, args.devices)
+    devices = args.devices or max((layout.device_count for layout in layouts), default=1)
+    config = config if args.full_size else reduced(config, devices)
     console = Console(stderr=args.json)
     if layouts:
-        start_devices(args.devices or max(layout.device_count for layout in layouts))
-        from meshwright.verify.run import verify  # imports JAX, whose devices are now set
-
-        results += verify(config, layouts, dtype=args.dtype, console=console)
+        start_devices(devices)
+        results += _verify(config, layouts, args, console)
     counts = {verdict: sum(r["verdict"] == verdict for r in results) for verdict in VERDICTS}
     if args.json:
-        print_json({"dtype": args.dtype, "results": results, "counts": counts})
+        print_json({"dtype": args.dtype, "sizes": sizes_text(config), "results": results, "counts": counts})
     else:
         console.print(table(results))
+        console.print(f"verified in {args.dtype} at {sizes_text(config)}", style="dim")
         console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return exit_status(counts)
+
+
+def _verify(
+    config: RunConfig, layouts: list[LayoutConfig], args: argparse.Namespace, console: Console
+) -> list[dict[str, Any]]:
+    """The results of the layouts, with a line of progress while they run."""
+    from meshwright.verify import parity  # imports JAX, whose devices are now set
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("verifying", total=len(layouts))
+        names = iter([*(str(layout) for layout in layouts[1:]), ""])
+        progress.update(task, description=f"verifying {layouts[0]}")
+
+        def done(result: parity.Result) -> None:
+            progress.update(task, advance=1, description=f"verifying {next(names)}")
+            if result.verdict == "differs":
+                progress.console.print(f"[bold red]differs[/] {result.layout}")
+
+        return [asdict(result) for result in parity.verify(config, layouts, args.dtype, done)]
 
 
 def exit_status(counts: dict[str, int]) -> int:

@@ -69,7 +69,7 @@ def _llama(model: ModelConfig) -> Tree:
     return tree if model.tied_embeddings else tree | {"head": _leaves("tokens_DV")}
 
 
-def specs(model: ModelConfig, rule: Callable[[str], Spec]) -> Tree:
+def specs(model: ModelConfig, rule: Callable[[str], Any]) -> Tree:
     """A tree of layouts: `rule` (such as `layout.stored`) of each leaf's letters."""
     return jax.tree.map(lambda path: rule(letters_of(path)), names(model))
 

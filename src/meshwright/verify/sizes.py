@@ -1,0 +1,69 @@
+"""The sizes that `verify` runs: small ones at which a layout is legal, pads and divides exactly as at the true ones."""
+
+import math
+from dataclasses import replace
+
+from meshwright.config import ModelConfig, RunConfig
+
+CAPS = {"L": 4, "D": 96, "F": 192, "N": 64, "H": 16, "V": 1024, "T": 48, "B": 32, "P": 128}
+"""The largest sizes that are verified as they are; a larger one is replaced by one that the same degrees divide."""
+
+PRIME = 11
+"""Factor of replaced sizes: the only prime factor that they have and no degree up to 8 does."""
+
+
+def reduced(config: RunConfig, device_count: int = 8) -> RunConfig:
+    """`config` with sizes above `CAPS` replaced by small ones that the same degrees up to `device_count` divide.
+
+    Each replacement n' has gcd(n', d) = gcd(n, d) for every d up to `device_count`, so a layout is legal for the
+    small sizes exactly where it is for the true ones (heads of each kind are kept up to 64). V keeps its remainders,
+    so that it is padded alike.
+    """
+    model, train = config.model, config.train
+    common = math.lcm(*range(1, max(device_count, 8) + 1))
+
+    def small(size: int, cap: int, least: int = 1) -> int:
+        if size <= cap:
+            return size
+        kept = math.gcd(size, common)
+        return kept * PRIME if kept < least else kept
+
+    heads, kv_heads = _small_heads(model, common)
+    vocab = model.vocab_size if model.vocab_size <= CAPS["V"] else common + model.vocab_size % common
+    length = small(train.sequence_length, CAPS["T"], least=16)
+    batch, parts = train.sequences, config.layout.microbatches
+    if batch > CAPS["B"] and batch % parts == 0:
+        batch = parts * math.gcd(batch // parts, common)
+    return replace(
+        config,
+        model=replace(
+            model,
+            layers=min(model.layers, CAPS["L"]),
+            d_model=small(model.d_model, CAPS["D"], least=24),
+            d_ff=small(model.d_ff, CAPS["F"], least=24),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=min(model.head_size, CAPS["H"]),
+            vocab_size=vocab,
+            positions=min(model.positions, max(CAPS["P"], length)),
+        ),
+        train=replace(train, batch_sequences=batch, batch_tokens=0, sequence_length=length),
+    )
+
+
+def _small_heads(model: ModelConfig, common: int) -> tuple[int, int]:
+    """Query and key/value heads: the same where few; else as divisible and, where it fits, grouped alike."""
+    if model.heads <= CAPS["N"]:
+        return model.heads, model.kv_heads
+    kv_heads = model.kv_heads if model.kv_heads <= 16 else math.gcd(model.kv_heads, common)
+    group = 1 if model.heads == model.kv_heads else math.gcd(model.heads // model.kv_heads, common)
+    return kv_heads * group, kv_heads
+
+
+def sizes_text(config: RunConfig) -> str:
+    """The sizes that are verified, in one line."""
+    m, t = config.model, config.train
+    words = {"family": m.family, "L": m.layers, "D": m.d_model, "F": m.d_ff}
+    if m.is_language_model:
+        words |= {"N": m.heads, "K": m.kv_heads, "H": m.head_size, "V": m.vocab_size, "T": t.sequence_length}
+    return " ".join(f"{key}={value}" for key, value in (words | {"B": t.sequences}).items())
