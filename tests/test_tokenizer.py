@@ -66,7 +66,7 @@ def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(tokenizer, monkeypat
     text = "\n".join(["x = 1", "", "  y\t=  2 ", "\n\n", "'s it\u2028", "end. \n", "z"] * 40)
     whole = tokenizer.encode(text)
     monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 37)
-    monkeypatch.setattr(tokenizing, "GROUP_PIECES", 3)
+    monkeypatch.setattr(tokenizing, "GROUP_CHARACTERS", 200)
     assert len(pieces_of(text)) >= 20
     assert "".join(pieces_of(text)) == text
     assert tokenizer.encode_documents([text, "a"])[0][:-1].tolist() == whole

@@ -20,9 +20,6 @@ from meshwright.train import tokenizer as tokenizing
 from meshwright.train.cache import Report
 from meshwright.train.tokenizer import Tokenizer
 
-GROUP_CHARACTERS = 1 << 22
-"""Text that is tokenised, and held in memory, at a time."""
-
 GROUP_TOKENS = 1 << 24
 
 SAMPLE_CHARACTERS_PER_TOKEN = 1000
@@ -131,17 +128,14 @@ class _Writing:
         self.facts: dict[str, Any] = {"empty": 0, "dtype": self.dtype.name}
 
     def tokens(self, file: BinaryIO) -> None:
-        group: list[str] = []
-        for text in self.texts:
-            if text.strip():
-                group.append(text)
-            else:
-                self.facts["empty"] += 1
-            if sum(map(len, group)) >= GROUP_CHARACTERS:
-                self._write(group, file)
-                group = []
-        self._write(group, file)
+        for group in tokenizing.groups(filter(self._has_text, self.texts)):
+            self._write(group, file)
         require(bool(self.rows), f"the data holds no text: all {self.facts['empty']} documents are empty")
+
+    def _has_text(self, text: str) -> bool:
+        blank = not text.strip()
+        self.facts["empty"] += blank
+        return not blank
 
     def _write(self, group: list[str], file: BinaryIO) -> None:
         for text, ids in zip(group, self.tokenizer.encode_documents(group), strict=True):

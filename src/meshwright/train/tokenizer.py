@@ -25,7 +25,8 @@ LEAST_VOCABULARY = 257
 
 PIECE_CHARACTERS = 1 << 18
 """Longer texts are tokenised piece by piece, on all cores: the library needs some 100 bytes of memory a character."""
-GROUP_PIECES = 64
+GROUP_CHARACTERS = 1 << 22
+"""What is given to the library, and held in its memory, at a time."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Tokenizer:
         return [np.concatenate([*(next(ids) for _ in one), *end]) for one in pieces]
 
     def _encode_pieces(self, pieces: Sequence[str]) -> Iterator[np.ndarray]:
-        for first in range(0, len(pieces), GROUP_PIECES):
-            group = self.inner.encode_batch_fast(pieces[first : first + GROUP_PIECES], add_special_tokens=False)
-            yield from (np.array(encoding.ids, np.uint32) for encoding in group)
+        for group in groups(pieces):
+            encoded = self.inner.encode_batch_fast(group, add_special_tokens=False)
+            yield from (np.array(encoding.ids, np.uint32) for encoding in encoded)
 
     @property
     def definition(self) -> str:
@@ -67,6 +68,19 @@ class Tokenizer:
     def newline_V(self) -> np.ndarray:
         """bool[size]: which tokens hold a newline."""
         return np.array(["\n" in text for text in self.inner.decode_batch([[i] for i in range(self.size)])])
+
+
+def groups(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of texts, each of at most `GROUP_CHARACTERS` or one piece."""
+    group, characters = [], 0
+    for piece in pieces:
+        if group and characters + len(piece) > GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+        group.append(piece)
+        characters += len(piece)
+    if group:
+        yield group
 
 
 def pieces_of(text: str) -> list[str]:
