@@ -38,8 +38,9 @@ def train_step(run: Run) -> Any:
         clip = clip_factor(norm, config.optim.clip_norm)
         gradients = jax.tree.map(lambda g: g * clip.astype(g.dtype), gradients)
         old = accumulate.updated_shards(run.engine, state["params"])
-        updates, opt = transformation.update(gradients, state["opt"], old)
-        lr = jnp.asarray(rate(state["step"]), jnp.float32)
+        with jax.numpy_dtype_promotion("standard"):  # optax adds its int32 counts to floats
+            updates, opt = transformation.update(gradients, state["opt"], old)
+            lr = jnp.asarray(rate(state["step"]), jnp.float32)
         new = jax.tree.map(lambda p, u: (p - lr.astype(u.dtype) * u).astype(p.dtype), old, updates)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         choose = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
