@@ -53,8 +53,7 @@ class Peer:
 
     def __init__(self, command: list[str], heap: str):
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_WAIT_POLICY": "passive"}
-        if heap == "kept":
-            environment["GLIBC_TUNABLES"] = KEPT_HEAP
+        environment["GLIBC_TUNABLES"] = KEPT_HEAP if heap == "kept" else ""
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         self.about = self.read()
