@@ -13,8 +13,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import Refused
-from meshwright.layout import letters_of
-from meshwright.train.state import Run
+from meshwright.train.state import Run, moment_letters
 
 Tree = Any
 
@@ -47,26 +46,23 @@ class Checkpoints:
         """The state of `step` (or the newest) on this run's layout; a missing or misshapen leaf is refused."""
         step = self._manager.latest_step() if step is None else step
         if step is None:
-            raise Refused(f"there is no finished checkpoint in {self.directory.name}/ of this run; start it without --resume")
+            raise Refused(
+                f"there is no finished checkpoint in {self.directory.name}/ of this run; start it without --resume"
+            )
         wanted = _trimmed_kinds(self.run)
         try:
             state = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
         except (ValueError, KeyError, FileNotFoundError, OSError) as error:
-            raise Refused(f"checkpoint {step} does not hold this model's state: {str(error).splitlines()[0][:300]}") from None
+            raise Refused(
+                f"checkpoint {step} does not hold this model's state: {str(error).splitlines()[0][:300]}"
+            ) from None
         return _padded(self.run, state)
 
 
 def _vocabulary_dims(tree: Tree, run: Run) -> Tree:
     """For each leaf of a state, the dim that is the padded vocabulary, or -1."""
-    padded = run.layout.padded_vocab_size()
-
-    def leaf(path: tuple[Any, ...], x: Any) -> int:
-        words = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
-        letters = letters_of(words[-1]) if words and "_" in words[-1] else ""
-        is_whole = len(letters) == len(x.shape) and "V" in letters and x.shape[letters.index("V")] == padded
-        return letters.index("V") if is_whole else -1
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+    find = lambda path, x: moment_letters(path, x, run.layout).find("V")  # noqa: E731
+    return jax.tree_util.tree_map_with_path(find, tree)
 
 
 def _kinds(run: Run) -> Tree:

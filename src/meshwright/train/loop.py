@@ -15,8 +15,8 @@ from meshwright import mesh
 from meshwright.config import RunConfig
 from meshwright.layout import check
 from meshwright.train import record
-from meshwright.train.batches import Batches
 from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.data import Data, TextData, prepare
 from meshwright.train.sample import Sampling, generate
 from meshwright.train.state import Run
 from meshwright.train.step import eval_step, objective_of, put_batch, train_step
@@ -26,9 +26,9 @@ def train(config: RunConfig, directory: Path, console: Any, resume: bool = False
     """Train `config`, write the run into `directory` and return its facts (run.json)."""
     layout = check(config)
     screen = record.Screen(console)
-    batches = Batches.of(config, screen.say)
+    data = prepare(config, screen.say)
     run = Run.of(config, layout, mesh.make(layout))
-    records = record.Records(directory, run, batches.describe(), resume)
+    records = record.Records(directory, run, data.describe(), resume)
     screen.begin(run, records)
     checkpoints = Checkpoints(directory / "checkpoints", run)
     state = checkpoints.restore() if resume else run.initial_state()
@@ -37,16 +37,16 @@ def train(config: RunConfig, directory: Path, console: Any, resume: bool = False
     if first >= config.train.steps:
         screen.say(f"all {config.train.steps} steps are done; raise train.steps to go on")
 
-    evaluate = Evaluation(run, batches)
+    evaluate = Evaluation(run, data)
     if not resume:
         records.note(eval_loss_before=evaluate(state["params"]))
-        records.sample("before", sample(run, batches, state["params"]))
+        records.sample("before", sample(run, data, state["params"]))
         screen.show_sample(records)
     step = train_step(run)
     letters = objective_of(run).batch_letters
     with screen.progress(first, config.train.steps) as advance:
         late = Late(lambda number, metrics, seconds: advance(records.step(number, metrics, seconds)))
-        for number, batch in batches.train(first):
+        for number, batch in zip(range(first + 1, config.train.steps + 1), data.batches(first), strict=False):
             state, metrics = step(state, put_batch(run, batch, letters))
             late.push(number, metrics)
             if due(config.train.eval_every, number, config.train.steps):
@@ -59,7 +59,7 @@ def train(config: RunConfig, directory: Path, console: Any, resume: bool = False
         checkpoints.save(state, config.train.steps)
         records.note(eval_loss=evaluate(state["params"]))
         records.evaluation(config.train.steps, records.facts["eval_loss"])
-        records.sample("after", sample(run, batches, state["params"]))
+        records.sample("after", sample(run, data, state["params"]))
     checkpoints.finish()
     records.finish()
     screen.end(records)
@@ -96,24 +96,28 @@ class Late:
 class Evaluation:
     """The held-out loss, token-weighted: the same on any number of devices."""
 
-    def __init__(self, run: Run, batches: Batches):
-        self.run, self.batches = run, batches
+    def __init__(self, run: Run, data: Data):
+        self.run, self.data = run, data
         self._step = eval_step(run)
 
-    def __call__(self, params: Any) -> float:
+    def __call__(self, params: Any) -> float | None:
+        """The loss per target; None where nothing is held out."""
         letters = objective_of(self.run).batch_letters
         total, targets = 0.0, 0.0
-        for batch in self.batches.held_out():
+        for batch in self.data.eval_batches(self.run.config.train.sequences):
             loss_sum, count = self._step(params, put_batch(self.run, batch, letters))
             total, targets = total + float(loss_sum), targets + float(count)
-        return total / targets if targets else float("nan")
+        return total / targets if targets else None
 
 
-def sample(run: Run, batches: Batches, params: Any) -> dict[str, str] | None:
+PROMPT_TOKENS = 24
+
+
+def sample(run: Run, data: Data, params: Any) -> dict[str, str] | None:
     """A continuation of the prompt, as text; None for a model without text."""
     train = run.config.train
-    if not batches.is_text or not train.sample_tokens:
+    if not isinstance(data, TextData) or not train.sample_tokens:
         return None
-    prompt = batches.prompt(train.sample_prompt)
+    prompt = data.tokenizer.encode(train.sample_prompt) if train.sample_prompt else data.prompt(PROMPT_TOKENS)
     written = generate(run, params, prompt, train.sample_tokens, Sampling(temperature=0.8, top_p=0.95, seed=train.seed))
-    return {"prompt": batches.text(prompt), "text": batches.text(written)}
+    return {"prompt": data.tokenizer.decode(prompt), "text": data.tokenizer.decode(written)}

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from meshwright.config import OptimConfig
 from meshwright.engine import gather, take_shard
@@ -108,17 +109,23 @@ def newton_schulz(matrix: jax.Array, steps: int = 5, eps: float = 1e-8) -> jax.A
 
 
 def on_whole_leaves(inner: optax.GradientTransformation, layout: Layout) -> optax.GradientTransformation:
-    """`inner` applied to whole leaves: gathered from their shards, equal on every device; each keeps its shard of the update."""
+    """`inner` on whole leaves: gathered from their shards, without padding, equal on every device; each keeps its shard."""
 
     def whole(tree: Tree) -> Tree:
-        return _each_split(layout, tree, lambda x, axes, dim: gather(x, axes, dim, same=True))
+        gathered = _each_split(layout, tree, lambda x, axes, dim: gather(x, axes, dim, same=True))
+        return _each_vocabulary(gathered, lambda x, dim: lax.slice_in_dim(x, 0, layout.model.vocab_size, axis=dim))
+
+    def shards(tree: Tree) -> Tree:
+        missing = layout.padded_vocab_size() - layout.model.vocab_size
+        pad = lambda x, dim: jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)])  # noqa: E731
+        return _each_split(layout, _each_vocabulary(tree, pad), take_shard)
 
     def init(params: Tree) -> Tree:
         return inner.init(whole(params))
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         updates, state = inner.update(whole(updates), state, whole(params))
-        return _each_split(layout, updates, take_shard), state
+        return shards(updates), state
 
     return optax.GradientTransformation(init, update)
 
@@ -129,5 +136,15 @@ def _each_split(layout: Layout, tree: Tree, move: Callable[[jax.Array, tuple[str
         for dim, axes in enumerate(spec):
             x = move(x, axes, dim) if axes else x
         return x
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def _each_vocabulary(tree: Tree, change: Callable[[jax.Array, int], jax.Array]) -> Tree:
+    """`change` (of an array and its vocabulary dim) on each leaf that has a vocabulary: padding is no part of a whole leaf."""
+
+    def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        letters = letters_of(path_of(path))
+        return change(x, letters.index("V")) if "V" in letters else x
 
     return jax.tree_util.tree_map_with_path(leaf, tree)

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from meshwright import hardware
+from meshwright import __version__, hardware
 from meshwright.config import to_toml
 from meshwright.presets import flops_per_token, parameter_count
 from meshwright.report import layout_table
@@ -47,9 +47,12 @@ class Records:
             "device_ids": [device.id for device in run.mesh.devices.flat],
             "versions": {
                 "python": platform.python_version(),
-                **{name: version(name) for name in ("meshwright", "jax", "jaxlib", "optax", "orbax-checkpoint")},
+                "meshwright": __version__,
+                **{name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint")},
             },
-        } | data
+            "data": data,
+            "unigram_entropy": data.get("unigram_entropy_nats"),
+        }
         if self.writes:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.toml").write_text(to_toml(run.config), encoding="utf-8")
@@ -105,7 +108,7 @@ class Records:
         self._append(row if mfu is None else row | {"mfu": mfu})
         return row
 
-    def evaluation(self, number: int, loss: float) -> None:
+    def evaluation(self, number: int, loss: float | None) -> None:
         self._append({"step": number, "eval_loss": loss})
 
     def note(self, **facts: Any) -> None:
@@ -176,7 +179,13 @@ class Screen:
     @contextmanager
     def progress(self, first: int, last: int) -> Iterator[Callable[[dict[str, Any]], None]]:
         """A bar with loss and tokens per second; where the console is no terminal, a line now and then."""
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
         every = max((last - first) // 10, 1)
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
             task = bar.add_task("compiling", total=last, completed=first)

@@ -46,7 +46,10 @@ def generate(run: Run, params: Tree, prompt: list[int], count: int, sampling: Sa
     length = -(-(len(prompt) + count) // step) * step
     if model.family == "gpt":
         limit = model.positions // step * step
-        require(len(prompt) < limit, f"the prompt has {len(prompt)} tokens; model.positions={model.positions} leaves no room")
+        require(
+            len(prompt) < limit,
+            f"the prompt has {len(prompt)} tokens; model.positions={model.positions} leaves no room",
+        )
         length = min(length, limit)
     tokens = np.zeros((layout.degree(layout.live(*BATCH_AXES)), length), np.int32)
     tokens[:, : len(prompt)] = prompt

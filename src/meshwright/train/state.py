@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.config import RunConfig
+from meshwright.config import LayoutConfig, RunConfig
 from meshwright.engine import Engine
-from meshwright.layout import Layout, Spec
+from meshwright.layout import Layout, Spec, letters_of
 from meshwright.model import params as parameters
 from meshwright.parallel import accumulate
 from meshwright.train import optim
@@ -53,18 +53,18 @@ class Run:
 
     def _opt_specs(self) -> Tree:
         """Moments lie as `layout.updated` says; counters and whole-leaf statistics are replicated."""
-        updated = parameters.specs(self.layout.model, lambda letters: partition(self.layout.updated(letters)))
+        single = Layout(LayoutConfig(), self.layout.model)
         shapes = parameters.specs(
-            self.layout.model, lambda letters: jax.ShapeDtypeStruct(self.layout.shape(letters), jnp.float32)
+            single.model, lambda letters: jax.ShapeDtypeStruct(single.shape(letters), jnp.float32)
         )
-        single = Layout(type(self.layout.config)(), self.layout.model)
-        transformation = optim.transformation(self.config.optim, single)
-        state = jax.eval_shape(transformation.init, shapes)
-        if self.config.optim.name == "adafactor":
-            return jax.tree.map(lambda _: PartitionSpec(), state)
-        return optax.tree.map_params(
-            transformation, lambda _, spec: spec, state, updated, transform_non_params=lambda _: PartitionSpec()
-        )
+        state = jax.eval_shape(optim.transformation(self.config.optim, single).init, shapes)
+        whole = self.config.optim.name == "adafactor"
+
+        def leaf(path: tuple[Any, ...], kind: jax.ShapeDtypeStruct) -> PartitionSpec:
+            letters = "" if whole else moment_letters(path, kind, single)
+            return partition(self.layout.updated(letters))
+
+        return jax.tree_util.tree_map_with_path(leaf, state)
 
     def shardings(self, *, at_rest: bool = False) -> Tree:
         """The state's shardings. `at_rest`: between steps, with the optimiser's state in host memory if so configured."""
@@ -95,6 +95,13 @@ class Run:
         layout = self.layout
         axes = {"B": layout.activation("B")[0], "T": layout.live("context")}
         return {name: partition(tuple(axes.get(letter, ()) for letter in word)) for name, word in letters.items()}
+
+
+def moment_letters(path: tuple[Any, ...], leaf: Any, layout: Layout) -> str:
+    """The letters of a leaf of the state that is a parameter or is shaped like one; none of any other."""
+    name = optim.path_of(path)
+    letters = letters_of(name) if "_" in name.rsplit("/", 1)[-1] else ""
+    return letters if letters.isupper() and tuple(leaf.shape) == layout.shape(letters) else ""
 
 
 def partition(spec: Spec) -> PartitionSpec:
