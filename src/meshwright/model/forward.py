@@ -1,5 +1,6 @@
 """From a batch to a loss: embedding, layers, last norm, head. One device's maths in letters."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -9,7 +10,7 @@ from meshwright.config import TrainConfig
 from meshwright.engine import Engine
 from meshwright.model import gpt, llama, regression
 from meshwright.model.layers import Tokens, Tree, dropout, layer_norm, rms_norm, rope_tables, run_layers
-from meshwright.model.loss import CrossEntropy
+from meshwright.model.loss import CrossEntropy, Head
 
 BLOCKS = {"gpt": gpt.block, "llama": llama.block}
 
@@ -76,17 +77,31 @@ def hidden(engine: Engine, params: Tree, batch: Tree, remat: str, dropout_key: j
     return engine.whole_tokens(engine.name(x_BTD, "final_norm", "BTD"))
 
 
-def head(engine: Engine, params: Tree) -> jax.Array:
-    """The head, whole in D and split in V: its own weights, or the embedding's where they are tied."""
+def head(engine: Engine, params: Tree) -> Head:
+    """The head's working parameter, its own or (tied) the embedding's, and what makes the whole head_DV of it."""
     if "head" in params:
-        return engine.whole_weight(params["head"]["tokens_DV"], "DV")
-    return engine.whole_weight(params["embedding"]["tokens_VD"], "VD").T
+        return params["head"]["tokens_DV"], functools.partial(_own_head, engine)
+    return params["embedding"]["tokens_VD"], functools.partial(_tied_head, engine)
+
+
+def _own_head(engine: Engine, tokens_DV: jax.Array) -> jax.Array:
+    return engine.whole_weight(tokens_DV, "DV")
+
+
+def _tied_head(engine: Engine, tokens_VD: jax.Array) -> jax.Array:
+    return engine.whole_weight(tokens_VD, "VD").T
+
+
+def whole_head(engine: Engine, params: Tree) -> jax.Array:
+    """head_DV, whole in D and split in V."""
+    leaf, whole = head(engine, params)
+    return whole(leaf)
 
 
 def logits(engine: Engine, params: Tree, batch: Tree) -> jax.Array:
     """logits_BTV with V split over tensor; padding has the lowest number there is. For sampling and small models."""
     x_BTD = hidden(engine, params, batch, "none")
-    return vocabulary_logits(engine, x_BTD, head(engine, params))
+    return vocabulary_logits(engine, x_BTD, whole_head(engine, params))
 
 
 def vocabulary_logits(engine: Engine, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:

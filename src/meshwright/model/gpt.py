@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from meshwright.engine import Engine
+from meshwright.engine import Engine, settle
 from meshwright.model.attention import attend
 from meshwright.model.layers import Tokens, Tree, attention_dropout, dropout, layer_norm
 
@@ -14,7 +14,7 @@ def block(engine: Engine, w: Tree, x_BTD: jax.Array, tokens: Tokens, layer: Any)
     model = engine.layout.model
 
     norm = w["attention_norm"]
-    h_BTD = layer_norm(x_BTD, norm["scale_LD"], norm["bias_LD"], model.norm_eps)
+    h_BTD = settle(layer_norm(x_BTD, norm["scale_LD"], norm["bias_LD"], model.norm_eps))
     h_BTD = engine.name(h_BTD, "attention_norm", "BTD")
     a = w["attention"]
     q_BTNH, k_BTKH, v_BTKH = engine.einsum(
@@ -31,7 +31,8 @@ def block(engine: Engine, w: Tree, x_BTD: jax.Array, tokens: Tokens, layer: Any)
     x_BTD = x_BTD + dropout(engine, y_BTD, model.dropout_residual, tokens, "attention_out", layer)
 
     norm = w["mlp_norm"]
-    h_BTD = engine.name(layer_norm(x_BTD, norm["scale_LD"], norm["bias_LD"], model.norm_eps), "mlp_norm", "BTD")
+    h_BTD = settle(layer_norm(x_BTD, norm["scale_LD"], norm["bias_LD"], model.norm_eps))
+    h_BTD = engine.name(h_BTD, "mlp_norm", "BTD")
     m = w["mlp"]
     up_BTF = engine.einsum("BTD,DF->BTF", h_BTD, m["up_LDF"]) + engine.bias(m["up_bias_LF"], "F")
     up_BTF = engine.name(up_BTF, "up", "BTF")

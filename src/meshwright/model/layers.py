@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright import random
+from meshwright.compat import vary, varying
 from meshwright.config import ModelConfig, RopeScaling
 from meshwright.engine import Engine, wider
 from meshwright.model.attention import Dropout
@@ -65,12 +66,47 @@ def rope_tables(model: ModelConfig, positions_BT: jax.Array, dtype: jnp.dtype) -
     return jnp.cos(angle_BTH), jnp.sin(angle_BTH)
 
 
-def rotate(x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
+def rotate(engine: Engine, x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
     """Turn the pairs (i, i + H/2) of each head by its position's angle."""
     cosine_BTNH, sine_BTNH = tokens.cosine_BTH[:, :, None], tokens.sine_BTH[:, :, None]
+    if not engine.flat_matmuls and x_BTNH.dtype == jnp.bfloat16:
+        return _turn_by_matmul(x_BTNH, cosine_BTNH, sine_BTNH)
     first, second = jnp.split(x_BTNH.astype(cosine_BTNH.dtype), 2, axis=-1)
     turned = (first * cosine_BTNH - second * sine_BTNH, second * cosine_BTNH + first * sine_BTNH)
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+
+
+def _turn_by_matmul(x_BTNH: jax.Array, cosine_BTNH: jax.Array, sine_BTNH: jax.Array) -> jax.Array:
+    """The same, with the halves of a head exchanged by a matmul: exact, for each output is one input times one.
+
+    TPU vectors are 128 wide: halves of a head of 128 leave half of each unused and cost copies into another layout.
+    """
+    h = x_BTNH.shape[-1]
+    swap_HH = jnp.roll(jnp.eye(h, dtype=x_BTNH.dtype), h // 2, axis=1)
+    swapped_BTNH = x_BTNH @ vary(swap_HH, tuple(varying(x_BTNH)))
+    cosine_BTNH = jnp.concatenate([cosine_BTNH, cosine_BTNH], axis=-1)
+    sine_BTNH = jnp.concatenate([-sine_BTNH, sine_BTNH], axis=-1)
+    wide = cosine_BTNH.dtype
+    return (x_BTNH.astype(wide) * cosine_BTNH + swapped_BTNH.astype(wide) * sine_BTNH).astype(x_BTNH.dtype)
+
+
+@jax.custom_vjp
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202), in float32 or wider, rounded once."""
+    wide = wider(gate.dtype, jnp.float32)
+    return (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+
+
+def _swiglu_bwd(saved, gradient):
+    """One pass over all three, apart from the matmuls before and after it (see `engine.settle`)."""
+    dtype = saved[0].dtype
+    gate, up, gradient = (a.astype(wider(dtype, jnp.float32)) for a in lax.optimization_barrier((*saved, gradient)))
+    share = jax.nn.sigmoid(gate)
+    slope = share * (1 + gate * (1 - share))
+    return lax.optimization_barrier(((gradient * up * slope).astype(dtype), (gradient * gate * share).astype(dtype)))
+
+
+swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_bwd)
 
 
 def dropout(engine: Engine, x_BTD: jax.Array, rate: float, tokens: Tokens, *words: Any) -> jax.Array:

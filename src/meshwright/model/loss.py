@@ -5,6 +5,7 @@ pass as the loss, so that no chunk's logits are computed twice (Hsu et al. 2024,
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +14,9 @@ from jax import lax
 
 from meshwright.compat import vary, varying
 from meshwright.engine import Engine, max_over, place, sum_over
+
+Whole = Callable[[jax.Array], jax.Array]
+Head = tuple[jax.Array, Whole]
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,11 @@ class CrossEntropy:
     z_loss: float
     label_smoothing: float
 
-    def __call__(self, x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, head: Head, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
         """The sum over this device's unmasked tokens, equal on all tensor ranks.
 
-        `x_BTD` has all tokens of the context shard; `head_DV` is whole in D and split in V (padding included).
+        `x_BTD` has all tokens of the context shard. `head` is a working parameter and the function that makes head_DV
+        of it, whole in D and split in V (padding included); its gradient is back on its shards before the layers' turn.
         """
         axes = self.engine.layout.live("tensor")
         d = x_BTD.shape[-1]
@@ -36,7 +41,8 @@ class CrossEntropy:
         chunk = -(-tokens // count)
         x_MTD = _chunks(x_BTD.reshape(-1, d), count, chunk)
         targets_MT, mask_MT = (_chunks(a.reshape(-1), count, chunk) for a in (targets_BT, mask_BT))
-        return _loss_sum(self, vary(x_MTD, axes), head_DV, targets_MT, mask_MT)
+        leaf, whole = head
+        return _loss_sum(self, whole, vary(x_MTD, axes), leaf, targets_MT, mask_MT)
 
     def chunk(self, x_TD, head_DV, target_T, mask_T):
         """The summed loss of a chunk, and its gradients by x and by the head (for a cotangent of one)."""
@@ -77,12 +83,13 @@ def _chunks(a: jax.Array, count: int, chunk: int) -> jax.Array:
     return a.reshape(count, chunk, *a.shape[1:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss_sum(loss: CrossEntropy, x_MTD, head_DV, targets_MT, mask_MT):
-    return _forward(loss, x_MTD, head_DV, targets_MT, mask_MT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss_sum(loss: CrossEntropy, whole: Whole, x_MTD, leaf, targets_MT, mask_MT):
+    return _forward(loss, whole, x_MTD, leaf, targets_MT, mask_MT)[0]
 
 
-def _forward(loss, x_MTD, head_DV, targets_MT, mask_MT):
+def _forward(loss, whole, x_MTD, leaf, targets_MT, mask_MT):
+    head_DV, onto_leaf = jax.vjp(whole, leaf)
     axes = tuple(varying(x_MTD) | varying(head_DV))
     own = tuple(varying(x_MTD) - set(loss.engine.layout.live("tensor")))
 
@@ -91,21 +98,25 @@ def _forward(loss, x_MTD, head_DV, targets_MT, mask_MT):
         loss_sum, dx_TD, more_DV = loss.chunk(chunk[0], head_DV, *chunk[1:])
         return (total + vary(loss_sum, own), dhead_DV + more_DV), dx_TD
 
-    zero = (
-        vary(jnp.zeros((), loss.engine.logits_dtype), own),
-        vary(jnp.zeros(head_DV.shape, loss.engine.wide_dtype), axes),
-    )
     if x_MTD.shape[0] == 1:
         total, dx_TD, dhead_DV = loss.chunk(x_MTD[0], head_DV, targets_MT[0], mask_MT[0])
-        return total, (dx_TD[None], dhead_DV, jnp.zeros((0,), head_DV.dtype))
-    (total, dhead_DV), dx_MTD = lax.scan(one, zero, (x_MTD, targets_MT, mask_MT))
-    return total, (dx_MTD, dhead_DV, jnp.zeros((0,), head_DV.dtype))
+        dx_MTD = dx_TD[None]
+    else:
+        zero = (
+            vary(jnp.zeros((), loss.engine.logits_dtype), own),
+            vary(jnp.zeros(head_DV.shape, loss.engine.wide_dtype), axes),
+        )
+        (total, dhead_DV), dx_MTD = lax.scan(one, zero, (x_MTD, targets_MT, mask_MT))
+    (dleaf,) = onto_leaf(dhead_DV.astype(head_DV.dtype))
+    return total, lax.optimization_barrier(
+        (dx_MTD, dleaf)
+    )  # so that the whole dhead_DV is gone before the layers' turn
 
 
-def _backward(loss, saved, gradient):
-    dx_MTD, dhead_DV, empty = saved
-    scale = lambda a, dtype: (a * gradient.astype(a.dtype)).astype(dtype)  # noqa: E731
-    return scale(dx_MTD, dx_MTD.dtype), scale(dhead_DV, empty.dtype), None, None
+def _backward(loss, whole, saved, gradient):
+    scale = lambda a: a * gradient.astype(a.dtype)  # noqa: E731
+    dx_MTD, dleaf = saved
+    return scale(dx_MTD), scale(dleaf), None, None
 
 
 _loss_sum.defvjp(_forward, _backward)

@@ -18,7 +18,7 @@ from meshwright import random
 from meshwright.config import require
 from meshwright.dims import BATCH_AXES
 from meshwright.engine import gather
-from meshwright.model.forward import head, hidden, vocabulary_logits
+from meshwright.model.forward import hidden, vocabulary_logits, whole_head
 from meshwright.parallel import accumulate
 from meshwright.train.state import Run
 
@@ -68,7 +68,7 @@ def _program(run: Run, length: int, sampling: Sampling) -> Any:
 
     def write(params: Tree, tokens_BT: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
         working = accumulate.enter(engine, params)
-        head_DV = head(engine, working)
+        head_DV = whole_head(engine, working)
         positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens_BT.shape)
         fixed = {
             "segments_BT": jnp.ones_like(positions_BT),
