@@ -3,7 +3,9 @@
 Emulated devices are CPU devices that share this machine's cores: they show what happens, never how fast it would be.
 """
 
+import ctypes
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ def emulate(device_count: int) -> None:
     40 s. So the pool gets two threads per device and one spare for each core, and the loop keeps at most one call in
     flight beside the running one (`train.loop`). NPROC is read by XLA's thread pools when the CPU client starts.
     """
+    keep_heap()
     threads = 2 * device_count + (os.cpu_count() or 1)
     os.environ["NPROC"] = str(max(threads, int(os.environ.get("NPROC") or 0)))
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -33,6 +36,18 @@ def emulate(device_count: int) -> None:
             f"{device_count} devices cannot be emulated: JAX has started in this process with {jax.local_device_count()};"
             " call meshwright.mesh.emulate before the first JAX array, or start a new process"
         ) from None
+
+
+def keep_heap() -> None:
+    """Let the C library keep freed memory for the next step, where it is glibc: call it before JAX starts on CPU.
+
+    XLA:CPU allocates a step's temporaries anew in every call; mapping and unmapping them is a third of a small step's
+    time (benchmarks/README.md). The numbers are those of malloc.h: no mmap, no trimming, one arena.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for parameter, value in ((-4, 0), (-1, -1), (-8, 1)):
+            mallopt(parameter, value)
 
 
 def join_processes(coordinator: str, process_count: int, process_id: int, timeout_s: int = 60) -> None:
