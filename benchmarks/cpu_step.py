@@ -73,6 +73,7 @@ class Peer:
 def start(size: dict[str, int], torch_python: str | None, heap: str) -> dict[str, Peer]:
     """Start the peers, one after another. A new peer is one more entry here."""
     commands = {"plain JAX": [sys.executable, str(HERE / "plain_jax.py"), json.dumps(size)]}
+    commands["Meshwright"] = [sys.executable, str(HERE / "meshwright_step.py"), json.dumps(size)]
     if torch_python:
         with_kv = json.dumps(size | {"kv_heads": size["heads"]})
         commands["PyTorch"] = [torch_python, str(HERE / "pytorch_llama.py"), with_kv]
