@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, metavar="DTYPE", default="float64", help=f"one of {', '.join(DTYPES)}"
     )
     parser.add_argument(
+        "--plant",
+        metavar="FAULT",
+        default="",
+        help="run with a planted fault, to see it found and named (a wrong name lists them)",
+    )
+    parser.add_argument(
         "--full-size",
         action="store_true",
         help="verify the sizes as configured; without it large sizes become small ones that the same degrees divide",
@@ -42,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
+    if args.plant:
+        from meshwright.verify import faults  # imports JAX
+
+        fault = faults.named(args.plant)
+        config = faults.configured(fault, config)
+        args.layouts = args.layouts or fault.layout
     layouts, results = choose_layouts(config, args.layouts, args.devices)
     devices = args.devices or max((layout.device_count for layout in layouts), default=1)
     config = config if args.full_size else reduced(config, devices)
@@ -63,7 +75,7 @@ def _verify(
     config: RunConfig, layouts: list[LayoutConfig], args: argparse.Namespace, console: Console
 ) -> list[dict[str, Any]]:
     """The results of the layouts, with a line of progress while they run."""
-    from meshwright.verify import parity  # imports JAX, whose devices are now set
+    from meshwright.verify.run import verify  # imports JAX, whose devices are now set
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -71,12 +83,12 @@ def _verify(
         names = iter([*(str(layout) for layout in layouts[1:]), ""])
         progress.update(task, description=f"verifying {layouts[0]}")
 
-        def done(result: parity.Result) -> None:
+        def done(result: Any) -> None:
             progress.update(task, advance=1, description=f"verifying {next(names)}")
             if result.verdict == "differs":
                 progress.console.print(f"[bold red]differs[/] {result.layout}")
 
-        return [asdict(result) for result in parity.verify(config, layouts, args.dtype, done)]
+        return [asdict(result) for result in verify(config, layouts, args.dtype, done, plant=args.plant)]
 
 
 def exit_status(counts: dict[str, int]) -> int:
@@ -140,8 +152,13 @@ def table(results: list[dict[str, Any]]) -> RenderableType:
             Text(str(r.get("grad_worst_leaf") or "")),
             _error(r.get("param_rel_err_max")),
         )
-    reasons = [Text(f"{r['layout']}: {r['reason']}", style="yellow") for r in results if r.get("reason")]
-    return Group(drawn, *([Text()] if reasons else []), *reasons)
+    return Group(drawn, *(line for r in results if r.get("reason") for line in _explained(r)))
+
+
+def _explained(result: dict[str, Any]) -> list[Text]:
+    """Why a layout differs or is refused: one paragraph, and where the difference begins."""
+    lines = [Text(), Text(f"{result['layout']}: {result['reason']}", style="yellow")]
+    return lines + ([Text(f"where: {result['where']}", style="bold")] if result.get("where") else [])
 
 
 def _error(value: float | None) -> str:

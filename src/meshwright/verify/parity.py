@@ -9,7 +9,7 @@ a third of the compile time.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -75,6 +75,14 @@ class Result:
     param_rel_err_max: float | None = None
     """After one SGD step or after five AdamW steps, whichever is worse."""
     eval_rel_err: float | None = None
+    failed: tuple[str, ...] = ()
+    """Which checks failed: initial, copies, padding, loss, gradient, norm, sgd, adam, evaluation, dropout."""
+    grad_leaves: tuple[str, ...] = ()
+    """The leaves whose gradients differ, worst first."""
+    param_leaves: tuple[str, ...] = ()
+    """The leaves that differ after the SGD step, or if none does after the AdamW steps; worst first."""
+    where: str = ""
+    """Where the difference begins (see `bisect`)."""
     seconds: float = 0.0
 
 
@@ -125,63 +133,83 @@ class Observed:
     after_sgd: Tree
     after_adam: Tree
     evaluation: float
-    faults: tuple[str, ...]
+    copies: tuple[str, ...]
+    """Replicated arrays whose copies are not bit for bit the same."""
+    padding: tuple[str, ...]
+    """Arrays whose vocabulary padding is not exactly zero."""
 
 
 def observe(case: Case, layout: LayoutConfig, batch: Tree) -> Observed:
     """Run `case` on `layout`: the initial state, one step of SGD, five of AdamW, one evaluation."""
-    config = replace(case.config, layout=layout)
-    checked = check(config)
-    base = Run.of(config, checked, mesh.make(checked))
-    run = _Probe(base.config, base.layout, base.engine, base.mesh, case.sgd_scale)
-    letters = step.objective_of(run).batch_letters
-    on_devices = step.put_batch(run, batch, letters)
-    compiled = functools.partial(_compile, run)
-
-    start = compiled(jax.jit(run.initial_state))()
+    run = _probe(case, layout)
+    on_devices = step.put_batch(run, batch, step.objective_of(run).batch_letters)
+    start = compile_fast(run, jax.jit(run.initial_state))()
     initial = start["params"]
     opt = jax.device_get(start["opt"])  # kept on the host: each step takes its state's memory
-
-    def state_of(params: Tree, opt: Tree, *, adam_acts: bool) -> Tree:
-        opt = opt | {"adam_acts": np.asarray(adam_acts)}
-        return {
-            "params": put_params(run, params),
-            "opt": jax.tree.map(jax.device_put, opt, run.shardings()["opt"]),
-            "step": jax.device_put(np.zeros((), np.int32), NamedSharding(run.mesh, PartitionSpec())),
-        }
-
-    state = state_of(case.params, opt, adam_acts=False)
-    train_step = compiled(step.train_step(run), state, on_devices)
+    state = _state(run, case, opt, adam_acts=False)
+    train_step = compile_fast(run, step.train_step(run), state, on_devices)
     sgd, metrics = train_step(state, on_devices)
-    adam = state_of(case.params, opt, adam_acts=True)
+    adam = _state(run, case, opt, adam_acts=True)
     for _ in range(ADAM_STEPS):
         adam, _ = train_step(adam, on_devices)
-    jax.block_until_ready(adam)
     params = put_params(run, case.params)
-    evaluated = compiled(step.eval_step(run), params, on_devices)(params, on_devices)
-    gradient = sgd["opt"]["gradient"]
-    faults = [
-        *(f"initial {fault}" for fault in _faults(run, initial)),
-        *(f"gradient of {fault}" for fault in _padding_faults(run, gradient)),
-        *(f"after one SGD step, {fault}" for fault in _faults(run, sgd["params"])),
-        *(f"after {ADAM_STEPS} AdamW steps, {fault}" for fault in _faults(run, adam["params"])),
-        *(f"after {ADAM_STEPS} AdamW steps, optimiser state {fault}" for fault in _copy_faults(run, adam["opt"])),
-    ]
-    clip = float(metrics["clip_factor"])
+    evaluated = compile_fast(run, step.eval_step(run), params, on_devices)(params, on_devices)
+    arrays = {
+        "initial ": initial,
+        "gradient of ": sgd["opt"]["gradient"],
+        "after one SGD step, ": sgd["params"],
+        f"after {ADAM_STEPS} AdamW steps, ": adam["params"],
+    }
+    moments = {f"after {ADAM_STEPS} AdamW steps, optimiser state ": adam["opt"]}
     trim = functools.partial(trimmed, case.config.model)
     return Observed(
         initial=trim(initial),
         loss=float(metrics["loss"]),
         norm=float(metrics["grad_norm"]),
-        gradient=jax.tree.map(lambda g: np.asarray(g, np.float64) / clip, trim(gradient)),
+        gradient=_unclipped(case, sgd, metrics),
         after_sgd=trim(sgd["params"]),
         after_adam=trim(adam["params"]),
         evaluation=float(evaluated[0]) / max(float(evaluated[1]), 1),
-        faults=tuple(faults),
+        copies=tuple(when + fault for when, tree in (arrays | moments).items() for fault in _copy_faults(run, tree)),
+        padding=tuple(when + fault for when, tree in arrays.items() for fault in _padding_faults(run, tree)),
     )
 
 
-def _compile(run: Run, jitted: Any, *args: Any) -> Any:
+def loss_and_gradient(case: Case, layout: LayoutConfig, batch: Tree) -> tuple[float, Tree]:
+    """The loss and the gradient of one training step of `case` on `layout` (with dropout where `case` has it)."""
+    run = _probe(case, layout)
+    on_devices = step.put_batch(run, batch, step.objective_of(run).batch_letters)
+    shapes = jax.eval_shape(run.initial_state)["opt"]
+    state = _state(run, case, jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes), adam_acts=False)
+    state, metrics = compile_fast(run, step.train_step(run), state, on_devices)(state, on_devices)
+    return float(metrics["loss"]), _unclipped(case, state, metrics)
+
+
+def _probe(case: Case, layout: LayoutConfig) -> _Probe:
+    config = replace(case.config, layout=layout)
+    checked = check(config)
+    run = Run.of(config, checked, mesh.make(checked))
+    return _Probe(run.config, run.layout, run.engine, run.mesh, case.sgd_scale)
+
+
+def _state(run: Run, case: Case, opt: Tree, *, adam_acts: bool) -> Tree:
+    """A state with the case's weights and an optimiser's state from the host."""
+    opt = opt | {"adam_acts": np.asarray(adam_acts)}
+    return {
+        "params": put_params(run, case.params),
+        "opt": jax.tree.map(jax.device_put, opt, run.shardings()["opt"]),
+        "step": jax.device_put(np.zeros((), np.int32), NamedSharding(run.mesh, PartitionSpec())),
+    }
+
+
+def _unclipped(case: Case, state: Tree, metrics: Tree) -> Tree:
+    """The gradient before clipping, f64 on the host, of the state after a step."""
+    clip = float(metrics["clip_factor"])
+    gradient = trimmed(case.config.model, state["opt"]["gradient"])
+    return jax.tree.map(lambda g: np.asarray(g, np.float64) / clip, gradient)
+
+
+def compile_fast(run: Run, jitted: Any, *args: Any) -> Any:
     options = {"xla_backend_optimization_level": 0} if run.platform == "cpu" else {}
     return jitted.lower(*args).compile(compiler_options=options)
 
@@ -209,11 +237,6 @@ def trimmed(model: Any, tree: Tree) -> Tree:
         return np.asarray(jax.device_get(array))[true]
 
     return jax.tree.map(trim, parameters.names(model), tree)
-
-
-def _faults(run: Run, tree: Tree) -> Iterator[str]:
-    yield from _copy_faults(run, tree)
-    yield from _padding_faults(run, tree)
 
 
 def _padding_faults(run: Run, tree: Tree) -> Iterator[str]:
@@ -269,33 +292,48 @@ def _relative(a: float, b: float) -> float:
 def compare(layout: LayoutConfig, observed: Observed, expected: Expected, initial: Tree, limit: Bound) -> Result:
     """Hold what a layout computed against the oracle, its initial weights against `initial`."""
     gradients = leaf_errors(observed.gradient, expected.gradient, limit.floor)
-    worst = max(gradients, key=lambda path: gradients[path])
     sgd = leaf_errors(observed.after_sgd, expected.after_sgd, limit.floor)
     adam = leaf_errors(observed.after_adam, expected.after_adam, limit.floor)
-    reasons = list(observed.faults)
-    for path, equal in leaf_equality(observed.initial, initial).items():
-        if not equal:
-            reasons.append(f"initial {path} is not bit for bit one device's")
-    checks = (
-        ("loss", _relative(observed.loss, expected.loss), limit.loss),
-        (f"gradient of {worst}", gradients[worst], limit.gradient),
-        ("gradient norm", _relative(observed.norm, expected.norm), limit.gradient),
-        (f"{max(sgd, key=lambda path: sgd[path])} after one SGD step", max(sgd.values()), limit.param),
-        (f"{max(adam, key=lambda path: adam[path])} after {ADAM_STEPS} AdamW steps", max(adam.values()), limit.param),
-        ("evaluation loss", _relative(observed.evaluation, expected.evaluation), limit.loss),
-    )
-    reasons += [f"{what}: error {error:.1e}, bound {most:.1e}" for what, error, most in checks if not error <= most]
+    loss = _relative(observed.loss, expected.loss)
+    norm = _relative(observed.norm, expected.norm)
+    evaluation = _relative(observed.evaluation, expected.evaluation)
+    unequal = [path for path, equal in leaf_equality(observed.initial, initial).items() if not equal]
+    worst, worst_sgd, worst_adam = (max(errors, key=lambda path: errors[path]) for errors in (gradients, sgd, adam))
+    found = {
+        "initial": [f"initial {path} is not bit for bit one device's" for path in unequal],
+        "copies": observed.copies,
+        "padding": observed.padding,
+        "loss": _beyond("loss", loss, limit.loss),
+        "gradient": _beyond(f"gradient of {worst}", gradients[worst], limit.gradient),
+        "norm": _beyond("gradient norm", norm, limit.gradient),
+        "sgd": _beyond(f"{worst_sgd} after one SGD step", sgd[worst_sgd], limit.param),
+        "adam": _beyond(f"{worst_adam} after {ADAM_STEPS} AdamW steps", adam[worst_adam], limit.param),
+        "evaluation": _beyond("evaluation loss", evaluation, limit.loss),
+    }
+    failed = tuple(check for check, reasons in found.items() if reasons)
     return Result(
         layout=str(layout),
-        verdict="differs" if reasons else "equal",
-        reason="; ".join(reasons),
-        loss_rel_err=checks[0][1],
+        verdict="differs" if failed else "equal",
+        reason="; ".join(reason for reasons in found.values() for reason in reasons),
+        loss_rel_err=loss,
         grad_rel_err_max=gradients[worst],
         grad_worst_leaf=worst,
-        norm_rel_err=checks[2][1],
-        param_rel_err_max=max(*sgd.values(), *adam.values()),
-        eval_rel_err=checks[5][1],
+        norm_rel_err=norm,
+        param_rel_err_max=max(sgd[worst_sgd], adam[worst_adam]),
+        eval_rel_err=evaluation,
+        failed=failed,
+        grad_leaves=worst_first(gradients, limit.gradient),
+        param_leaves=worst_first(sgd, limit.param) or worst_first(adam, limit.param),
     )
+
+
+def _beyond(what: str, error: float, most: float) -> list[str]:
+    return [] if error <= most else [f"{what}: error {error:.1e}, bound {most:.1e}"]
+
+
+def worst_first(errors: dict[str, float], most: float) -> tuple[str, ...]:
+    """The paths whose errors are above `most`."""
+    return tuple(sorted((path for path in errors if errors[path] > most), key=lambda path: -errors[path]))
 
 
 def leaf_equality(a: Tree, b: Tree) -> dict[str, bool]:
@@ -304,42 +342,59 @@ def leaf_equality(a: Tree, b: Tree) -> dict[str, bool]:
     return {optim.path_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(equal)}
 
 
-def verify_one(oracle: reference.Reference, initial: Tree, layout: LayoutConfig, dtype: str) -> Result:
-    """One layout against the oracle; `refused` where it is not legal."""
-    try:
-        check(replace(oracle.case.config, layout=layout))
-    except Refused as refusal:
-        return Result(str(layout), "refused", str(refusal))
-    case, batch = oracle.case, oracle.batch(layout)
-    observed = observe(case, layout, batch)
-    return compare(layout, observed, oracle.expected(batch), initial, bound(case.config, dtype))
+class Verifier:
+    """Everything that the layouts of one configuration are held against, in one dtype.
+
+    The sizes are those of `config`: reduce them first (`sizes.reduced`) where they are large.
+    """
+
+    def __init__(self, config: RunConfig, dtype: str):
+        with jax.enable_x64(True):
+            self.dtype, self.oracle, self.limit = dtype, reference.Reference(config, dtype), bound(config, dtype)
+            self.case = self.oracle.case
+            self.initial = initial_weights(self.case)
+        model = config.model
+        dropout = model.dropout_embedding or model.dropout_attention or model.dropout_residual
+        self.dropout_case = replace(self.case, config=replace(self.case.config, model=model)) if dropout else None
+        self._dropped: dict[bytes, tuple[float, Tree]] = {}
+
+    def __call__(self, layout: LayoutConfig) -> Result:
+        """One layout against the oracle; verdict `refused` where it is not legal."""
+        begin = perf_counter()
+        try:
+            check(replace(self.case.config, layout=layout))
+        except Refused as refusal:
+            return Result(str(layout), "refused", str(refusal))
+        with jax.enable_x64(True):
+            batch = self.oracle.batch(layout)
+            observed = observe(self.case, layout, batch)
+            result = compare(layout, observed, self.oracle.expected(batch), self.initial, self.limit)
+            if self.dropout_case:
+                result = self._with_dropout(layout, batch, result)
+        return replace(result, seconds=perf_counter() - begin)
+
+    def _with_dropout(self, layout: LayoutConfig, batch: Tree, result: Result) -> Result:
+        """The same with dropout as configured, against one device of the engine itself (the oracle has no dropout)."""
+        assert self.dropout_case
+        key = batch["mask_BT"].tobytes()
+        if key not in self._dropped:
+            self._dropped[key] = loss_and_gradient(self.dropout_case, LayoutConfig(), batch)
+        one_loss, one_gradient = self._dropped[key]
+        loss, gradient = loss_and_gradient(self.dropout_case, layout, batch)
+        errors = leaf_errors(gradient, one_gradient, self.limit.floor)
+        worst = max(errors, key=lambda path: errors[path])
+        reasons = [
+            *_beyond("loss with dropout", _relative(loss, one_loss), self.limit.loss),
+            *_beyond(f"gradient of {worst} with dropout", errors[worst], self.limit.gradient),
+        ]
+        if not reasons:
+            return result
+        reason = "; ".join([*([result.reason] if result.reason else []), *reasons])
+        return replace(result, verdict="differs", reason=reason, failed=(*result.failed, "dropout"))
 
 
 def initial_weights(case: Case) -> Tree:
     """The initial weights that one device makes, without padding."""
     config = replace(case.config, layout=LayoutConfig())
     run = Run.of(config, check(config), mesh.make(check(config)))
-    return trimmed(config.model, _compile(run, jax.jit(run.initial_state))()["params"])
-
-
-def verify(
-    config: RunConfig,
-    layouts: Iterable[LayoutConfig],
-    dtype: str = "float64",
-    progress: Callable[[Result], None] = lambda result: None,
-) -> tuple[Result, ...]:
-    """Hold each layout against one device. `progress` is given each result as it comes.
-
-    The sizes are those of `config`: reduce them first (`sizes.reduced`) where they are large. A layout that cannot
-    run is a result with verdict `refused` and the reason.
-    """
-    results = []
-    with jax.enable_x64(True):
-        oracle = reference.Reference(config, dtype)
-        initial = initial_weights(oracle.case)
-        for layout in layouts:
-            begin = perf_counter()
-            result = replace(verify_one(oracle, initial, layout, dtype), seconds=perf_counter() - begin)
-            results.append(result)
-            progress(result)
-    return tuple(results)
+    return trimmed(config.model, compile_fast(run, jax.jit(run.initial_state))()["params"])
