@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.compat import vary, varying
 from meshwright.config import TrainConfig
-from meshwright.layout import Axes, Layout, Moves, Spec
+from meshwright.layout import Axes, Layout, Moves, Spec, letters_of
 from meshwright.linear import linear
 
 # ---- the five words ----------------------------------------------------------------------------------
@@ -225,6 +226,15 @@ class Engine:
             tuple(axis for axis in axes if axis not in kept)
             for axes, kept in zip(self.layout.working(letters), whole, strict=True)
         )
+
+    def enter_layer(self, weights: Any) -> Any:
+        """A layer's weights, those that are reduced by layer now different on every device (`Layout.reduced_by_layer`)."""
+
+        def leaf(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+            letters = letters_of(path[-1].key)
+            return vary(w, self.layout.gradient_axes(letters)) if self.layout.reduced_by_layer(letters) else w
+
+        return jax.tree_util.tree_map_with_path(leaf, weights)
 
     # ---- the residual stream ----
 

@@ -96,6 +96,15 @@ class Layout:
         axes = (*TOKEN_AXES, *(("tensor",) if over_tensor else ()), *(() if "L" in letters else ("pipe",)))
         return tuple(axis for axis in self.live(*axes) if axis not in held)
 
+    def reduced_by_layer(self, letters: str) -> bool:
+        """Whether a layer's gradient is summed over `gradient_axes` in its own backward pass, beside the next layer's work.
+
+        So it is for the matrices of the layers where a step has one microbatch. Otherwise, and where ZeRO-1 or 2 keep only
+        a shard of the sum, gradients are reduced once, at the end.
+        """
+        matrix = "L" in letters and bool(set(letters) & set("FNK")) and "D" in letters
+        return matrix and self.config.microbatches == 1 and self.updated(letters) == self.working(letters)
+
     # ---- sizes ----
 
     def padded_vocab_size(self) -> int:

@@ -140,13 +140,13 @@ def run_layers(engine: Engine, block: Block, layers: Tree, x_BTD: jax.Array, tok
     count = engine.layout.model.layers
     if engine.observe is not None:
         for i in range(count):
-            own = jax.tree.map(lambda w, i=i: w[i], layers)
+            own = engine.enter_layer(jax.tree.map(lambda w, i=i: w[i], layers))
             x_BTD = block(replace(engine, path=f"layers/{i}/"), own, x_BTD, tokens, i)
         return x_BTD
 
     def one(x_BTD, layer):
         number, weights = layer
-        return block(engine, weights, x_BTD, tokens, number), None
+        return block(engine, engine.enter_layer(weights), x_BTD, tokens, number), None
 
     one = _rematerialised(one, remat, prevent_cse=engine.unroll_layers)
     unroll = count if engine.unroll_layers else 1

@@ -12,6 +12,7 @@ def predict(engine: Engine, params: Tree, x_BD: jax.Array) -> jax.Array:
     residual = engine.layout.model.family == "residual"
 
     def one(x_BD, w):
+        w = engine.enter_layer(w)
         hidden_BF = jax.nn.relu(engine.einsum("BD,DF->BF", x_BD, w["up_LDF"]))
         y_BD = engine.einsum("BF,FD->BD", hidden_BF, w["down_LFD"])
         return (x_BD + y_BD if residual else y_BD), None

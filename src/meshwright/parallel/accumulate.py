@@ -67,7 +67,7 @@ def enter(engine: Engine, params: Tree) -> Tree:
         letters = letters_of(path)
         for dim, axes in enumerate(_difference(layout.stored(letters), layout.working(letters))):
             w = gather(w.astype(engine.compute_dtype), axes, dim, same=True) if axes else w
-        return vary(w, layout.gradient_axes(letters))
+        return w if layout.reduced_by_layer(letters) else vary(w, layout.gradient_axes(letters))
 
     return jax.tree.map(leaf, parameters.names(layout.model), params)
 
@@ -82,7 +82,7 @@ def reduce(engine: Engine, gradients: Tree) -> Tree:
     def leaf(path: str, g: jax.Array) -> jax.Array:
         letters = letters_of(path)
         onto = _difference(layout.updated(letters), layout.working(letters))
-        left = layout.gradient_axes(letters)
+        left = () if layout.reduced_by_layer(letters) else layout.gradient_axes(letters)
         for dim, axes in enumerate(onto):
             if layout.config.zero >= 2:
                 g = scatter_sum(g, axes, dim)
