@@ -130,3 +130,18 @@ def test_legal_layouts_are_all_accepted_and_all_different():
     assert {each.zero for each in found} == {0, 1, 2, 3}
     for each in found:
         check(replace(config("data=1"), layout=each), each.device_count)
+
+
+@pytest.mark.parametrize(
+    ("text", "letters", "by_layer"),
+    [
+        ("data=2 fsdp=2", "LDF", True),
+        ("data=2 fsdp=2", "LD", False),  # small: one sum at the end is cheaper than one a layer
+        ("data=2 fsdp=2", "VD", False),
+        ("data=2 fsdp=2 microbatches=2", "LDF", False),  # one reduction a step, whatever the microbatches
+        ("data=2 fsdp=2 zero=2", "LDF", False),  # the optimiser wants a shard of the sum: scattered at the end
+        ("data=2 fsdp=2 zero=0", "LDF", True),
+    ],
+)
+def test_the_layers_matrices_are_reduced_beside_the_backward_pass(text, letters, by_layer):
+    assert layout(text).reduced_by_layer(letters) == by_layer
