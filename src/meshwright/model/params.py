@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from meshwright import random
 from meshwright.config import ModelConfig
 from meshwright.engine import place
-from meshwright.layout import Layout, Spec, letters_of
+from meshwright.layout import Layout, letters_of
 
 Tree = dict[str, Any]
 
