@@ -151,7 +151,7 @@ def assemble(run: Run, config: RunConfig, letters: str, stacked: jax.Array) -> t
     first: dict[Any, Any] = {}
     differ: list[str] = []
     for shard in stacked.addressable_shards:
-        place = dict(zip(AXES, np.argwhere(run.mesh.devices == shard.device)[0], strict=True))
+        place: dict[str, int] = dict(zip(AXES, np.argwhere(run.mesh.devices == shard.device)[0], strict=True))
         own = np.asarray(shard.data[0], np.float64)
         index = tuple(
             slice((n := _number(run, axes, place)) * size, (n + 1) * size)

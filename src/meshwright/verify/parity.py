@@ -108,11 +108,11 @@ class _Probe(Run):
                 "adam_acts": jnp.zeros((), bool),
             }
 
-        def update(gradients: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-            by_adam, adam_state = adam.update(gradients, state["adam"], params)
-            by_sgd, _ = sgd.update(gradients, sgd.init(params), params)
+        def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+            by_adam, adam_state = adam.update(updates, state["adam"], params)
+            by_sgd, _ = sgd.update(updates, sgd.init(params), params)
             choose = lambda a, s: jnp.where(state["adam_acts"], a, s * jnp.asarray(self.sgd_scale, s.dtype))  # noqa: E731
-            state = {"adam": adam_state, "gradient": gradients, "adam_acts": state["adam_acts"]}
+            state = {"adam": adam_state, "gradient": updates, "adam_acts": state["adam_acts"]}
             return jax.tree.map(choose, by_adam, by_sgd), state
 
         return optax.GradientTransformation(init, update)
@@ -194,12 +194,10 @@ def _probe(case: Case, layout: LayoutConfig) -> _Probe:
 
 def _state(run: Run, case: Case, opt: Tree, *, adam_acts: bool) -> Tree:
     """A state with the case's weights and an optimiser's state from the host."""
-    opt = opt | {"adam_acts": np.asarray(adam_acts)}
-    return {
-        "params": put_params(run, case.params),
-        "opt": jax.tree.map(jax.device_put, opt, run.shardings()["opt"]),
-        "step": jax.device_put(np.zeros((), np.int32), NamedSharding(run.mesh, PartitionSpec())),
-    }
+    state = {"opt": opt | {"adam_acts": np.asarray(adam_acts)}, "step": np.zeros((), np.int32)}
+    shardings = run.shardings()
+    params = shardings.pop("params")
+    return {"params": put_params(run, case.params, params)} | jax.tree.map(jax.device_put, state, shardings)
 
 
 def _unclipped(case: Case, state: Tree, metrics: Tree) -> Tree:
@@ -217,7 +215,7 @@ def compile_fast(run: Run, jitted: Any, *args: Any) -> Any:
 # ---- arrays: host and devices ----------------------------------------------------------------------------
 
 
-def put_params(run: Run, params: Tree) -> Tree:
+def put_params(run: Run, params: Tree, shardings: Tree = None) -> Tree:
     """Whole parameters without padding -> on the devices as the layout stores them, padding zero."""
     dtype = np.dtype(run.config.train.param_dtype)
 
@@ -226,7 +224,8 @@ def put_params(run: Run, params: Tree) -> Tree:
         padded = np.pad(array.astype(dtype), [(0, w - n) for w, n in zip(wanted, array.shape, strict=True)])
         return jax.device_put(padded, sharding)
 
-    return jax.tree.map(put, parameters.names(run.layout.model), params, run.shardings()["params"])
+    shardings = run.shardings()["params"] if shardings is None else shardings
+    return jax.tree.map(put, parameters.names(run.layout.model), params, shardings)
 
 
 def trimmed(model: Any, tree: Tree) -> Tree:

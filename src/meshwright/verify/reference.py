@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from meshwright.config import LayoutConfig, RunConfig
+from meshwright.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from meshwright.model import params as parameters
 from meshwright.verify import cases, oracle
 
@@ -113,25 +113,33 @@ def expected(case: Case, batch: Tree) -> Expected:
     sgd = optax.chain(clip, decay, optax.sgd(optim.lr * case.sgd_scale))
     adam = optax.chain(clip, optax.scale_by_adam(optim.b1, optim.b2, optim.eps), decay, optax.sgd(optim.lr))
     after_adam, state = case.params, adam.init(case.params)
-    for _ in range(ADAM_STEPS):
-        _, g = loss_and_gradient(after_adam, batch)
-        updates, state = adam.update(g, state, after_adam)
-        after_adam = optax.apply_updates(after_adam, updates)
-    updates, _ = sgd.update(gradient, sgd.init(case.params), case.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        for _ in range(ADAM_STEPS):
+            _, g = loss_and_gradient(after_adam, batch)
+            updates, state = adam.update(g, state, after_adam)
+            after_adam = optax.apply_updates(after_adam, updates)
+        updates, _ = sgd.update(gradient, sgd.init(case.params), case.params)
+        after_sgd = optax.apply_updates(case.params, updates)
     host = functools.partial(jax.tree.map, np.asarray)
     return Expected(
         loss=float(loss),
         norm=_root_of_squares(gradient),
         gradient=host(gradient),
-        after_sgd=host(optax.apply_updates(case.params, updates)),
+        after_sgd=host(after_sgd),
         after_adam=host(after_adam),
         evaluation=float(loss),
     )
 
 
+def _loss_and_gradient(model: ModelConfig, train: TrainConfig) -> Any:
+    return _compiled_oracle(model, TrainConfig(z_loss=train.z_loss, label_smoothing=train.label_smoothing))
+
+
 @functools.cache
-def _loss_and_gradient(model: Any, train: Any) -> Any:
-    return jax.jit(jax.value_and_grad(lambda params, batch: oracle.loss(model, train, params, batch)))
+def _compiled_oracle(model: ModelConfig, train: TrainConfig) -> Any:
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    loss = lambda params, batch: oracle.loss(model, train, params, batch)  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss), compiler_options=options)
 
 
 def _decayed(exempt: tuple[str, ...], params: Tree) -> Tree:
