@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.config import Refused, RunConfig, override, parse_layout, require
 from meshwright.mesh import emulate
 from meshwright.presets import resolve
+from meshwright.report.records import finite
 
 
 def add_config(parser: argparse.ArgumentParser, *, optional: bool = False, layout: bool = True) -> None:
@@ -93,17 +94,6 @@ def config_name(args: argparse.Namespace) -> str:
 def print_json(document: Any) -> None:
     """Print one strict JSON document (numbers that JSON does not have become null)."""
     print(json.dumps(finite(document), indent=2, ensure_ascii=False), file=sys.stdout)
-
-
-def finite(value: Any) -> Any:
-    """`value` with NaN and infinities replaced by None: JSON has neither."""
-    if isinstance(value, dict):
-        return {str(key): finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
 
 
 def writable_directory(path: Path) -> None:

@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Refused as refusal:
         print(f"meshwright: {refusal}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nmeshwright: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"\nmeshwright: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

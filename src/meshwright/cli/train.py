@@ -1,6 +1,7 @@
 """Train a model: on emulated CPU devices, one accelerator or many."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +18,9 @@ from meshwright.cli.common import (
 )
 from meshwright.config import RunConfig, load, require
 from meshwright.layout import check
+from meshwright.presets import PRESETS, resolve
+from meshwright.train import sources
+from meshwright.train.resume import require_same_run
 
 RUNS = Path("runs")
 
@@ -35,9 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     directory = choose_directory(args)
-    config = read_config(args, default=_recorded(directory) if args.resume and args.config is None else None)
+    config = resumed_config(args, directory) if args.resume else read_config(args)
     writable_directory(directory)
     check(config, args.devices)
+    require_data(config)
     start_devices(config.layout.device_count)
     from meshwright.train.loop import train  # imports JAX, whose devices are now set
 
@@ -45,6 +50,33 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"run_directory": str(directory), **facts})
     return 0
+
+
+def resumed_config(args: argparse.Namespace, directory: Path) -> RunConfig:
+    """The configuration of a resumed run: the recorded one, or CONFIG's where that is a file; then the overrides.
+
+    The layout is the recorded one unless the arguments name another. Refused where it would be another run.
+    """
+    recorded = load(directory / "config.toml")
+    if args.config is not None and args.config not in PRESETS:
+        recorded_layout = recorded.layout
+        args.config, base = None, replace(resolve(args.config), layout=recorded_layout)
+    else:
+        args.config, base = None, recorded
+    config = read_config(args, default=base)
+    require_same_run(directory, recorded, config)
+    return config
+
+
+def require_data(config: RunConfig) -> None:
+    """Refuse, before anything starts, data and a tokenizer that are not there."""
+    if not config.model.is_language_model:
+        return
+    sources.find(config.data.paths)
+    tokenizer = config.data.tokenizer
+    require(
+        not tokenizer or Path(tokenizer).expanduser().is_file(), f"data.tokenizer={tokenizer!r}: there is no such file"
+    )
 
 
 def choose_directory(args: argparse.Namespace) -> Path:
@@ -86,7 +118,3 @@ def latest(runs: Path, name: str) -> Path:
         number += 1
         found = runs / f"{name}-{number}"
     return found
-
-
-def _recorded(directory: Path) -> RunConfig:
-    return load(directory / "config.toml")

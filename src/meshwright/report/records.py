@@ -61,6 +61,15 @@ def _loads(text: str) -> Any:
     return json.loads(text, parse_constant=lambda _: None)
 
 
+def finite(value: Any) -> Any:
+    """`value` with NaN and infinities replaced by None and keys by strings: what strict JSON can hold."""
+    if isinstance(value, dict):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def column(rows: tuple[dict[str, Any], ...], key: str) -> list[float | None]:
     """The values of `key`, None where a row lacks it or its value is not finite."""
     return [value if _is_number(value := row.get(key)) else None for row in rows]

@@ -1,15 +1,23 @@
 """Checkpoints that know nothing of the layout: orbax files of whole arrays, without vocabulary padding.
 
-Saved on any layout, they are read on any other, each device reading its own shards.
+Saved on any layout, they are read on any other, each device reading its own shards. Each has a list of its files with
+their checksums, written before the directory gets its final name: what is named and agrees with its list is complete.
 """
 
+import json
 import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import Refused
@@ -17,46 +25,214 @@ from meshwright.train.state import Run, moment_letters
 
 Tree = Any
 
+MANIFEST = "files.json"
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""What orbax adds to the name of a directory that it has not finished."""
+
 logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports its housekeeping at warning level
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, newest last; an unfinished one is never taken for a checkpoint."""
+    """The checkpoints of one run directory; an unfinished or damaged one is never taken for a checkpoint."""
 
-    def __init__(self, directory: Path, run: Run):
-        self.run = run
-        self.directory = directory.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=run.config.train.keep_checkpoints, create=True)
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+    def __init__(self, directory: Path, run: Run, say: Callable[[str], None] = lambda text: None):
+        self.run, self.directory, self._say = run, directory.absolute(), say
+        self._opened: Any = None
+        self._step = -1
+
+    @property
+    def _manager(self) -> Any:
+        """orbax's manager, made when it is first needed."""
+        if self._opened is None:
+            import orbax.checkpoint as ocp
+
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self.run.config.train.keep_checkpoints,
+                create=True,
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
+            )
+            self._opened = ocp.CheckpointManager(self.directory, options=options)
+        return self._opened
 
     def save(self, state: Tree, step: int) -> None:
-        """Write `state` in the background; training may go on at once."""
-        if self._manager.latest_step() != step:
+        """Write `state` in the background; training may go on at once. A step that is there already is left alone."""
+        import orbax.checkpoint as ocp
+
+        self.wait()
+        if self._manager.latest_step() == step:
+            return
+        self._step = step
+        with _written(step):
             self._manager.save(step, args=ocp.args.StandardSave(_trimmed(self.run, state)))
 
+    def wait(self) -> None:
+        """Until everything is on disk; refuses where it could not be written."""
+        if self._opened is not None:
+            with _written(self._step):
+                self._opened.wait_until_finished()
+
     def finish(self) -> None:
-        """Wait until everything is on disk."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Wait until everything is on disk, and close."""
+        self.wait()
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
-    def latest_step(self) -> int | None:
-        return self._manager.latest_step()
+    def _list_files(self) -> None:
+        if jax.process_index() == 0:
+            found = [*self.directory.glob(f"{self._step}{UNFINISHED}*"), self.directory / str(self._step)]
+            write_manifest(found[0])
 
-    def restore(self, step: int | None = None) -> Tree:
-        """The state of `step` (or the newest) on this run's layout; a missing or misshapen leaf is refused."""
-        step = self._manager.latest_step() if step is None else step
+    def restore(self) -> Tree | None:
+        """The newest complete state on this run's layout, None where there is no checkpoint yet.
+
+        Damaged checkpoints are set aside and named; a leaf that is missing or has another shape is refused.
+        """
+        import orbax.checkpoint as ocp
+
+        step = self._newest()
         if step is None:
-            raise Refused(
-                f"there is no finished checkpoint in {self.directory.name}/ of this run; start it without --resume"
-            )
+            return None
         wanted = _trimmed_kinds(self.run)
         try:
+            found = self._manager.item_metadata(step)
+            require_same_leaves(step, getattr(found, "tree", found), wanted)
             state = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
-        except (ValueError, KeyError, FileNotFoundError, OSError) as error:
+        except Refused:
+            raise
+        except Exception as error:  # whatever orbax and its storage raise for files that are not as they should be
             raise Refused(
-                f"checkpoint {step} does not hold this model's state: {str(error).splitlines()[0][:300]}"
+                f"checkpoint {self.directory.name}/{step} cannot be read: {str(error).splitlines()[0][:300]};"
+                " remove it to go on from the one before"
             ) from None
         return _padded(self.run, state)
+
+    def _newest(self) -> int | None:
+        """The newest complete step, by process 0's judgement."""
+        step = -1
+        if jax.process_index() == 0:
+            step, damaged = newest_complete(self.directory)
+            for number, fault in damaged.items():
+                self._say(f"checkpoint {number} is damaged ({fault}); it is set aside as checkpoints/damaged-{number}")
+                os.replace(self.directory / str(number), _unused(self.directory / f"damaged-{number}"))
+            if damaged and step < 0:
+                raise Refused(
+                    f"all checkpoints of this run are damaged: {', '.join(map(str, sorted(damaged)))}; start a new run"
+                )
+            for leftover in self.directory.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        if jax.process_count() > 1:
+            step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+        return None if step < 0 else step
+
+
+class _written:
+    """Turns what goes wrong while a checkpoint is written into one message."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, Refused):
+            text = (str(error).splitlines() or [kind.__name__])[0][:300]
+            raise Refused(f"checkpoint {self.step} could not be written: {text}; earlier ones are untouched") from None
+
+
+# ---- whole or damaged ------------------------------------------------------------------------------------
+
+
+def write_manifest(directory: Path) -> None:
+    """List the files of a checkpoint with their sizes in bytes and CRC-32."""
+    files = sorted(path for path in directory.glob("*/**/*") if path.is_file())  # orbax still writes beside them
+    with ThreadPoolExecutor() as threads:
+        sums = list(threads.map(_size_and_checksum, files))
+    table = {str(path.relative_to(directory)): one for path, one in zip(files, sums, strict=True)}
+    unfinished = directory / f"{MANIFEST}.tmp"
+    unfinished.write_text(json.dumps({"format": 1, "files": table}), encoding="utf-8")
+    os.replace(unfinished, directory / MANIFEST)
+
+
+def fault(directory: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, or None where all are as they were written."""
+    try:
+        table = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    for name, (size_bytes, _) in table.items():
+        if not (directory / name).is_file():
+            return f"{name} is missing"
+        has_bytes = (directory / name).stat().st_size
+        if has_bytes != size_bytes:
+            return f"{name} has {has_bytes:,} of {size_bytes:,} bytes"
+    with ThreadPoolExecutor() as threads:
+        sums = threads.map(_size_and_checksum, [directory / name for name in table])
+    for (name, wanted), got in zip(table.items(), sums, strict=True):
+        if tuple(wanted) != got:
+            return f"{name} has another checksum than when it was written"
+    return None
+
+
+def newest_complete(directory: Path) -> tuple[int, dict[int, str]]:
+    """The newest step whose files are whole (-1: none), and what is wrong with each newer one."""
+    steps = [int(path.name) for path in directory.glob("*") if path.is_dir() and path.name.isdecimal()]
+    damaged = {}
+    for step in sorted(steps, reverse=True):
+        found = fault(directory / str(step))
+        if found is None:
+            return step, damaged
+        damaged[step] = found
+    return -1, damaged
+
+
+def _size_and_checksum(path: Path) -> tuple[int, int]:
+    checksum = size_bytes = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            checksum, size_bytes = zlib.crc32(chunk, checksum), size_bytes + len(chunk)
+    return size_bytes, checksum
+
+
+def _unused(path: Path) -> Path:
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def require_same_leaves(step: int, found: Tree, wanted: Tree) -> None:
+    """Refuse a checkpoint that lacks a leaf of the state, has one too many or one of another shape or dtype."""
+    there, here = _leaves(found), _leaves(wanted)
+    for name in sorted(here.keys() | there.keys()):
+        have, want = there.get(name), here.get(name)
+        if have != want:
+            words = "has no" if have is None else "has, and this model has not," if want is None else "has"
+            kinds = "" if None in (have, want) else f" as {_kind(have)}, and this model needs {_kind(want)}"
+            raise Refused(f"checkpoint {step} {words} the array {name}{kinds}; it is not of this model and optimiser")
+
+
+def _leaves(tree: Tree) -> dict[str, tuple[tuple[int, ...], str]]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        "/".join(_word(key) for key in path): (tuple(leaf.shape), str(np.dtype(leaf.dtype)))
+        for path, leaf in paths
+        if hasattr(leaf, "shape")
+    }
+
+
+def _word(key: Any) -> str:
+    """A step of a path, the same for a NamedTuple's field and for the dictionary that orbax makes of it."""
+    return str(next(getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name)))
+
+
+def _kind(kind: tuple[tuple[int, ...], str]) -> str:
+    return f"{kind[1]}[{','.join(map(str, kind[0]))}]"
+
+
+# ---- padding of the vocabulary -----------------------------------------------------------------------------
 
 
 def _vocabulary_dims(tree: Tree, run: Run) -> Tree:
@@ -106,6 +282,6 @@ def _padded(run: Run, state: Tree) -> Tree:
             return x
         return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)])
 
-    return jax.jit(
-        lambda state: jax.tree.map(pad, state, dims), out_shardings=run.shardings(at_rest=True), donate_argnums=0
-    )(state)
+    if not missing and not run.config.optim.offload:
+        return state
+    return jax.jit(lambda state: jax.tree.map(pad, state, dims), out_shardings=run.shardings(at_rest=True))(state)

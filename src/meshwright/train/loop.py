@@ -1,69 +1,116 @@
 """The training loop on one screen: read a batch, call the step, write down the step before it.
 
 Metrics are read one step late, so that the devices never wait for the host; and never later than that, because on
-emulated devices more than two calls in flight can starve a collective (`mesh.emulate`).
+emulated devices many calls in flight can starve a collective (`mesh.emulate`).
 """
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from meshwright import mesh
 from meshwright.config import RunConfig
 from meshwright.layout import check
-from meshwright.train import record
+from meshwright.train import record, resume
 from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.data import Data, TextData, prepare
-from meshwright.train.sample import Sampling, generate
+from meshwright.train.data import Batch, Data, TextData, prepare
+from meshwright.train.interrupt import Interrupts, stop
+from meshwright.train.sample import Sampling, generate, writer
 from meshwright.train.state import Run
-from meshwright.train.step import eval_step, objective_of, put_batch, train_step
+from meshwright.train.step import eval_step, objective_of, own_rows, put_batch, train_step
+
+Tree = Any
 
 
-def train(config: RunConfig, directory: Path, console: Any, resume: bool = False) -> dict[str, Any]:
-    """Train `config`, write the run into `directory` and return its facts (run.json)."""
+def train(config: RunConfig, directory: Path, console: Any, resumed: bool = False) -> dict[str, Any]:
+    """Train `config`, write the run into `directory` and return its facts (run.json).
+
+    Nothing is written before the data are ready, the layout is placed on devices and the programs are traced.
+    """
     layout = check(config)
     screen = record.Screen(console)
     data = prepare(config, screen.say)
+    described = data.describe()
+    if resumed:
+        resume.require_same_data(directory, described)
     run = Run.of(config, layout, mesh.make(layout))
-    records = record.Records(directory, run, data.describe(), resume)
+    programs = Programs(run, data)
+    checkpoints = Checkpoints(directory / "checkpoints", run, screen.say)
+    state = checkpoints.restore() if resumed else None
+    records = record.Records(directory, run, described, resumed)
     screen.begin(run, records)
-    checkpoints = Checkpoints(directory / "checkpoints", run)
-    state = checkpoints.restore() if resume else run.initial_state()
+    if state is None:
+        state = programs.initial()
     first = int(state["step"])
-    records.keep_until(first)
-    if first >= config.train.steps:
-        screen.say(f"all {config.train.steps} steps are done; raise train.steps to go on")
+    records.begin(first, screen.say)
+    if first == 0:
+        before(programs, records, screen, state["params"])
+    state = steps(run, programs, data, checkpoints, records, screen, state, first)
+    after(programs, checkpoints, records, screen, state["params"])
+    return records.facts
 
-    evaluate = Evaluation(run, data)
-    if not resume:
-        records.note(eval_loss_before=evaluate(state["params"]))
-        records.sample("before", sample(run, data, state["params"]))
-        screen.show_sample(records)
-    step = train_step(run)
-    letters = objective_of(run).batch_letters
-    with screen.progress(first, config.train.steps) as advance:
+
+def steps(
+    run: Run,
+    programs: "Programs",
+    data: Data,
+    checkpoints: Checkpoints,
+    records: record.Records,
+    screen: record.Screen,
+    state: Tree,
+    first: int,
+) -> Tree:
+    """The steps after `first`; returns the last state. Interrupted, it saves the state that it has and raises."""
+    train, letters, done = run.config.train, objective_of(run).batch_letters, first
+    batches = data.batches(first, own_rows(run, train.sequences)) if first < train.steps else ()
+    with Interrupts() as interrupts, screen.progress(first, train.steps) as advance:
+        programs.step.wait()
         late = Late(lambda number, metrics, seconds: advance(records.step(number, metrics, seconds)))
-        for number, batch in zip(range(first + 1, config.train.steps + 1), data.batches(first), strict=False):
-            state, metrics = step(state, put_batch(run, batch, letters))
-            late.push(number, metrics)
-            if due(config.train.eval_every, number, config.train.steps):
+        for done, batch in zip(range(first + 1, train.steps + 1), batches, strict=False):
+            on_devices = put_batch(run, batch, letters)
+            late.begin()
+            state, metrics = programs.step(state, on_devices)
+            late.push(done, metrics)
+            if due(train.eval_every, done, train.steps):
                 late.flush()
-                records.evaluation(number, evaluate(state["params"]))
-            if due(config.train.checkpoint_every, number, config.train.steps):
-                checkpoints.save(state, number)
+                records.evaluation(done, programs.evaluate(state["params"]))
+            if due(train.checkpoint_every, done, train.steps) or interrupts.asked:
+                checkpoints.save(state, done)
+            if interrupts.asked:
+                break
         late.flush()
-    if first < config.train.steps:
-        checkpoints.save(state, config.train.steps)
-        records.note(eval_loss=evaluate(state["params"]))
-        records.evaluation(config.train.steps, records.facts["eval_loss"])
-        records.sample("after", sample(run, data, state["params"]))
+    if done > first:
+        checkpoints.save(state, done)
+    if done < train.steps:
+        checkpoints.finish()
+        stop(done)
+    return state
+
+
+def before(programs: "Programs", records: record.Records, screen: record.Screen, params: Tree) -> None:
+    """What the model can do before the first step: its held-out loss and a sample."""
+    records.note(eval_loss_before=programs.evaluate(params))
+    records.sample("before", programs.sample(params))
+    screen.show_sample(records)
+
+
+def after(
+    programs: "Programs", checkpoints: Checkpoints, records: record.Records, screen: record.Screen, params: Tree
+) -> None:
+    """What it can do after the last one; then everything is on disk."""
+    if not records.facts.get("finished"):
+        loss = programs.evaluate(params)
+        records.evaluation(records.run.config.train.steps, loss)
+        records.note(eval_loss=loss)
+        records.sample("after", programs.sample(params))
     checkpoints.finish()
     records.finish()
     screen.end(records)
-    return records.facts
 
 
 def due(every: int, number: int, steps: int) -> bool:
@@ -75,49 +122,114 @@ class Late:
     """Hands each step's metrics on when the next step has been started."""
 
     def __init__(self, read: Callable[[int, dict[str, float], float], None]):
-        self._read, self._waiting, self._since = read, None, time.perf_counter()
+        self._read, self._waiting, self._since = read, None, 0.0
+
+    def begin(self) -> None:
+        """A step is about to be called: where none is under way, its time starts now."""
+        if self._waiting is None:
+            self._since = time.perf_counter()
 
     def push(self, number: int, metrics: dict[str, jax.Array]) -> None:
-        if self._waiting is None:
-            self._since = time.perf_counter() if number > 1 else self._since
+        """A step has been called; the metrics of the one before it are read."""
         self.flush()
         self._waiting = (number, metrics)
 
     def flush(self) -> None:
+        """Read what has not been read."""
         if self._waiting is None:
             return
         number, metrics = self._waiting
         values = {name: float(value) for name, value in metrics.items()}  # waits for that step to end
         now = time.perf_counter()
-        self._read(number, values, now - self._since)
-        self._waiting, self._since = None, now
+        seconds, self._since, self._waiting = now - self._since, now, None
+        self._read(number, values, seconds)
 
 
-class Evaluation:
-    """The held-out loss, token-weighted: the same on any number of devices."""
-
-    def __init__(self, run: Run, data: Data):
-        self.run, self.data = run, data
-        self._step = eval_step(run)
-
-    def __call__(self, params: Any) -> float | None:
-        """The loss per target; None where nothing is held out."""
-        letters = objective_of(self.run).batch_letters
-        total, targets = 0.0, 0.0
-        for batch in self.data.eval_batches(self.run.config.train.sequences):
-            loss_sum, count = self._step(params, put_batch(self.run, batch, letters))
-            total, targets = total + float(loss_sum), targets + float(count)
-        return total / targets if targets else None
+# ---- the programs --------------------------------------------------------------------------------------
 
 
 PROMPT_TOKENS = 24
+SAMPLING = Sampling(temperature=0.8, top_p=0.95)
+"""How a run's own samples are drawn: with chance, so that an untrained model shows itself, but never from the tail."""
 
 
-def sample(run: Run, data: Data, params: Any) -> dict[str, str] | None:
-    """A continuation of the prompt, as text; None for a model without text."""
-    train = run.config.train
-    if not isinstance(data, TextData) or not train.sample_tokens:
-        return None
-    prompt = data.tokenizer.encode(train.sample_prompt) if train.sample_prompt else data.prompt(PROMPT_TOKENS)
-    written = generate(run, params, prompt, train.sample_tokens, Sampling(temperature=0.8, top_p=0.95, seed=train.seed))
-    return {"prompt": data.tokenizer.decode(prompt), "text": data.tokenizer.decode(written)}
+class Program:
+    """A compiled program that is called when it is needed: traced now, compiled meanwhile by another thread."""
+
+    def __init__(self, threads: ThreadPoolExecutor, jitted: Any, *kinds: Any):
+        lowered = jitted.lower(*kinds)
+        self.out = lowered.out_info
+        self._compiled = threads.submit(lowered.compile)
+
+    def wait(self) -> None:
+        """Until it is compiled."""
+        self._compiled.result()
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._compiled.result()(*arguments)
+
+
+class Programs:
+    """All programs of a run, in the order in which they are needed. None is compiled again later."""
+
+    def __init__(self, run: Run, data: Data):
+        self._run, self._data = run, data
+        self._letters = objective_of(run).batch_letters
+        self._threads = ThreadPoolExecutor(2, "compile")
+        self.initial = Program(self._threads, run.initial_program())
+        state = jax.tree.map(_kind, self.initial.out, run.shardings(at_rest=True))
+        batch = self._batch_kinds(next(self._eval_batches(), None) or data.batch(0))
+        has_held_out = next(self._eval_batches(), None) is not None
+        self._eval = Program(self._threads, eval_step(run), state["params"], batch) if has_held_out else None
+        self.step = Program(self._threads, train_step(run), state, batch)
+        self._writer = self._make_writer(state["params"])
+        self._threads.shutdown(wait=False)
+
+    def _batch_kinds(self, batch: Batch) -> Tree:
+        specs, sequences = self._run.batch_specs(self._letters), self._run.config.train.sequences
+        return {
+            name: jax.ShapeDtypeStruct(
+                (sequences, *batch[name].shape[1:]),
+                jax.dtypes.canonicalize_dtype(batch[name].dtype),
+                sharding=NamedSharding(self._run.mesh, spec),
+            )
+            for name, spec in specs.items()
+        }
+
+    def _eval_batches(self) -> Any:
+        train = self._run.config.train
+        if not train.eval_sequences:
+            return iter(())
+        return self._data.eval_batches(train.sequences, own_rows(self._run, train.sequences))
+
+    def evaluate(self, params: Tree) -> float | None:
+        """The held-out loss per target, the same on any layout; None where nothing is held out."""
+        total = targets = 0.0
+        for batch in self._eval_batches():
+            loss_sum, count = self._eval(params, put_batch(self._run, batch, self._letters))
+            total, targets = total + float(loss_sum), targets + float(count)
+        return total / targets if targets else None
+
+    def _make_writer(self, params: Tree) -> tuple[list[int], Program] | None:
+        """The prompt and the program that continues it; None for a model without text."""
+        train = self._run.config.train
+        if not isinstance(self._data, TextData) or not train.sample_tokens:
+            return None
+        most = max(min(PROMPT_TOKENS, train.sequence_length // 2), 1)
+        encode = self._data.tokenizer.encode
+        prompt = encode(train.sample_prompt) if train.sample_prompt else self._data.prompt(most)
+        jitted, kinds = writer(self._run, len(prompt), train.sample_tokens, SAMPLING)
+        return prompt, Program(self._threads, jitted, params, *kinds)
+
+    def sample(self, params: Tree) -> dict[str, str] | None:
+        """A continuation of the prompt, as text; None for a model without text."""
+        if self._writer is None:
+            return None
+        train, (prompt, program) = self._run.config.train, self._writer
+        written = generate(self._run, params, prompt, train.sample_tokens, SAMPLING, program)
+        decode = self._data.tokenizer.decode
+        return {"prompt": decode(prompt), "text": decode(written)}
+
+
+def _kind(out: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)

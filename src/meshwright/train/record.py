@@ -24,18 +24,21 @@ from meshwright.presets import flops_per_token, parameter_count
 from meshwright.report import layout_table
 from meshwright.report import mesh as mesh_drawing
 from meshwright.report import run as report
+from meshwright.report.records import finite
+from meshwright.train import resume
 from meshwright.train.state import Run
 
 
 class Records:
     """The run directory: config.toml, metrics.jsonl, run.json, report.html. Written by process 0 alone."""
 
-    def __init__(self, directory: Path, run: Run, data: dict[str, Any], resume: bool):
+    def __init__(self, directory: Path, run: Run, data: dict[str, Any], resumed: bool):
         self.directory, self.run = directory, run
         self.writes = jax.process_index() == 0
         self._metrics = directory / "metrics.jsonl"
-        old = directory / "run.json"
-        self.facts: dict[str, Any] = json.loads(old.read_text()) if resume and old.exists() else {"samples": []}
+        self.facts: dict[str, Any] = {"samples": [], "resumed": []}
+        if resumed:
+            self.facts |= resume.recorded_facts(directory)
         self.facts |= {
             "layout": str(run.config.layout),
             "devices": run.mesh.size,
@@ -72,19 +75,18 @@ class Records:
         degrees = self.run.config.layout.degrees
         return mesh_drawing.grid(degrees, self.facts["device_ids"], emulated=self.is_emulated)
 
-    def keep_until(self, step: int) -> None:
-        """Forget metrics of steps after `step`: they are about to be done again."""
-        if not self.writes or not self._metrics.exists():
-            return
-        kept = []
-        for line in self._metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the line that a killed run left unfinished
-            if row["step"] <= step:
-                kept.append(json.dumps(row) + "\n")
-        _write_whole(self._metrics, "".join(kept))
+    def begin(self, done: int, say: Callable[[str], None]) -> None:
+        """Go on after step `done`: rows of later steps are forgotten, for those are about to be done again."""
+        if self.writes and self._metrics.exists():
+            rows = (_parsed(line) for line in self._metrics.read_text(encoding="utf-8").splitlines())
+            kept = [json.dumps(row) + "\n" for row in rows if row is not None and row["step"] <= done]
+            _write_whole(self._metrics, "".join(kept))
+        steps = self.run.config.train.steps
+        if done:
+            self.facts["resumed"].append({"step": done, "layout": str(self.run.config.layout)})
+            all_done = f"all {steps} steps are done; raise train.steps to go on"
+            say(all_done if done >= steps else f"going on after step {done}")
+        self.note(finished=bool(self.facts.get("finished")) and done >= steps)
 
     def step(self, number: int, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
         """Write one step's row and return it."""
@@ -118,9 +120,12 @@ class Records:
 
     def sample(self, when: str, sample: dict[str, str] | None) -> None:
         if sample is not None:
-            self.note(samples=[*self.facts["samples"], {"when": when, **sample}])
+            others = [one for one in self.facts["samples"] if one["when"] != when]
+            self.note(samples=[*others, {"when": when, **sample}])
 
     def finish(self) -> None:
+        """Everything is done and on disk: draw the report."""
+        self.note(finished=True)
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self.writes:
@@ -130,15 +135,23 @@ class Records:
         if not self.writes:
             return
         with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(finite(row), allow_nan=False) + "\n")
         if self._tensorboard is not None:
             for name, value in row.items():
-                if name != "step":
+                if name != "step" and value is not None:
                     self._tensorboard.add_scalar(name, value, row["step"])
 
     def _save(self) -> None:
         if self.writes:
-            _write_whole(self.directory / "run.json", json.dumps(self.facts, indent=1))
+            _write_whole(self.directory / "run.json", json.dumps(finite(self.facts), indent=1, allow_nan=False))
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """A row of metrics.jsonl; None for a line that a killed run left unfinished."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -155,25 +168,28 @@ def _tensorboard(directory: Path) -> Any:
 
 
 class Screen:
-    """The run as text on a console; silent on every process but the first."""
+    """The run as text on a console (a quiet one on every process but the first)."""
 
     def __init__(self, console: Console):
         self.console = console
-        self.console.quiet = self.console.quiet or jax.process_index() != 0
+        self._is_text = True
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
 
     def begin(self, run: Run, records: Records) -> None:
         """The mesh and the layout of every parameter, as drawings."""
+        self._is_text = run.config.model.is_language_model
         self.console.print()
         self.console.print(mesh_drawing.draw(records.grid), highlight=False)
         self.console.print()
         self.console.print(layout_table.draw(records.facts["layout_table"]), highlight=False)
         self.console.print()
+        train, model = run.config.train, run.config.model
+        what = f"sequences of {train.sequence_length} tokens" if model.is_language_model else "examples"
         self.say(
-            f"{records.facts['parameters']:,} parameters, {run.config.train.sequences} sequences of"
-            f" {run.config.train.sequence_length} a step, {run.engine.compute_dtype} on {records.facts['device_kind']}"
+            f"{records.facts['parameters']:,} parameters, {train.sequences} {what} a step,"
+            f" {run.engine.compute_dtype} on {records.facts['device_kind']}"
         )
 
     @contextmanager
@@ -187,11 +203,12 @@ class Screen:
             TimeRemainingColumn(),
         )
         every = max((last - first) // 10, 1)
+        unit = "tokens" if self._is_text else "examples"
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
             task = bar.add_task("compiling", total=last, completed=first)
 
             def advance(row: dict[str, Any]) -> None:
-                text = describe(row)
+                text = describe(row, unit)
                 bar.update(task, completed=row["step"], description=text)
                 plain = not self.console.is_terminal and (row["step"] % every == 0 or row["step"] in (first + 1, last))
                 if plain or row["skipped"]:
@@ -210,17 +227,18 @@ class Screen:
         """The sample after training, the figures, and where everything is."""
         self.show_sample(records)
         facts = records.facts
+        what, unit = ("loss", " nats") if self._is_text else ("squared error", "")
         for text, name in (
-            ("held-out loss before training", "eval_loss_before"),
-            ("held-out loss after training", "eval_loss"),
+            (f"held-out {what} before training", "eval_loss_before"),
+            (f"held-out {what} after training", "eval_loss"),
             ("unigram entropy of the text", "unigram_entropy"),
         ):
             if facts.get(name) is not None:
-                self.say(f"{text:<30} {facts[name]:.3f} nats")
-        self.say(f"run directory                  {records.directory} (report.html, metrics.jsonl, checkpoints/)")
+                self.say(f"{text:<38} {facts[name]:.3f}{unit}")
+        self.say(f"{'run directory':<38} {records.directory} (report.html, metrics.jsonl, checkpoints/)")
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: dict[str, Any], unit: str = "tokens") -> str:
     """A step's figures in one line."""
-    text = f"loss {row['loss']:.3f}  norm {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} tokens/s"
+    text = f"loss {row['loss']:.3f}  norm {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} {unit}/s"
     return text + ("  SKIPPED: the gradient norm is not finite" if row["skipped"] else "")

@@ -1,7 +1,7 @@
 """Text from the model, on its own layout: greedy, at a temperature, or from the smallest likely set (top-p).
 
-One compiled program writes all tokens (no call to the host between them). Each token costs a whole forward pass over the
-window; there is no cache of keys and values, which is right for the short samples that a run shows.
+One compiled program writes all tokens (no call to the host between them). Each token costs a whole forward pass over
+the window; there is no cache of keys and values, which is right for the short samples that a run shows.
 """
 
 import functools
@@ -27,7 +27,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: the likeliest at `temperature` 0, else by chance among the likeliest of share `top_p`."""
+    """How a token is chosen: the likeliest at `temperature` 0, else by chance among the likeliest of share `top_p`."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -38,38 +38,52 @@ class Sampling:
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1")
 
 
-def generate(run: Run, params: Tree, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
-    """`count` token ids that continue `prompt`, equal on every layout up to rounding."""
-    require(len(prompt) > 0, "the prompt is empty; it needs at least one token")
-    layout, model = run.layout, run.config.model
-    step = max(layout.degree(layout.live("context", "tensor")), 1)
-    length = -(-(len(prompt) + count) // step) * step
-    if model.family == "gpt":
-        limit = model.positions // step * step
-        require(
-            len(prompt) < limit,
-            f"the prompt has {len(prompt)} tokens; model.positions={model.positions} leaves no room",
-        )
-        length = min(length, limit)
-    tokens = np.zeros((layout.degree(layout.live(*BATCH_AXES)), length), np.int32)
-    tokens[:, : len(prompt)] = prompt
-    rows = NamedSharding(run.mesh, run.batch_specs({"tokens_BT": "BT"})["tokens_BT"])
-    tokens = jax.make_array_from_callback(tokens.shape, rows, lambda index: tokens[index])
-    program = _program(run, length, sampling)
-    stop = min(len(prompt) + count, length)
-    written = program(params, tokens, jnp.int32(len(prompt)), jnp.int32(stop))
-    return np.asarray(written.addressable_data(0))[0, len(prompt) : stop].tolist()
+def generate(
+    run: Run, params: Tree, prompt: list[int], count: int, sampling: Sampling, program: Any = None
+) -> list[int]:
+    """`count` token ids that continue `prompt`, equal on every layout up to rounding.
+
+    Once the text is longer than the window (`train.sequence_length`), the model sees its last part. `program` is
+    that of `writer`, compiled, where there is one.
+    """
+    jitted, (rows, *_) = writer(run, len(prompt), count, sampling)
+    tokens_BT = np.zeros(rows.shape, np.int32)
+    tokens_BT[:, : len(prompt)] = prompt
+    on_devices = jax.make_array_from_callback(rows.shape, rows.sharding, lambda index: tokens_BT[index])
+    start, stop = np.int32(len(prompt)), np.int32(len(prompt) + count)
+    written_BT = (program or jitted)(params, on_devices, start, stop)
+    return np.asarray(written_BT.addressable_data(0))[0, start:stop].tolist()
+
+
+def writer(run: Run, prompt_length: int, count: int, sampling: Sampling) -> tuple[Any, tuple[Any, ...]]:
+    """The program ``(params, tokens_BT, start, stop) -> tokens_BT`` and the kinds of its arguments after the first."""
+    most = run.config.train.sequence_length
+    require(prompt_length > 0, "the prompt is empty; it needs at least one token")
+    require(
+        prompt_length <= most,
+        f"the prompt has {prompt_length} tokens, more than the model's window of train.sequence_length={most};"
+        " give a shorter one (train.sample_prompt)",
+    )
+    splits = max(
+        run.layout.degree(run.layout.live("context", "tensor")), 1
+    )  # T is a multiple of this, so is the window
+    length = -(-(prompt_length + count) // splits) * splits
+    rows = run.layout.degree(run.layout.live(*BATCH_AXES))  # one for each device that holds sequences, all the same
+    sharding = NamedSharding(run.mesh, run.batch_specs({"tokens_BT": "BT"})["tokens_BT"])
+    kind = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return _program(run, min(length, most), sampling), (kind, number, number)
 
 
 @functools.lru_cache(maxsize=8)
-def _program(run: Run, length: int, sampling: Sampling) -> Any:
+def _program(run: Run, window: int, sampling: Sampling) -> Any:
     engine = replace(run.engine, unroll_layers=False)
     batch_axes = run.layout.live(*BATCH_AXES)
 
     def write(params: Tree, tokens_BT: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
         working = accumulate.enter(engine, params)
         head_DV = whole_head(engine, working)
-        positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens_BT.shape)
+        positions_BT = jnp.broadcast_to(jnp.arange(window, dtype=jnp.int32), (tokens_BT.shape[0], window))
         fixed = {
             "segments_BT": jnp.ones_like(positions_BT),
             "positions_BT": positions_BT,
@@ -77,8 +91,10 @@ def _program(run: Run, length: int, sampling: Sampling) -> Any:
         }
 
         def one(i: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-            x_BTD = hidden(engine, working, {"tokens_BT": tokens_BT, **fixed}, "none")
-            last_BTD = lax.dynamic_slice_in_dim(x_BTD, i - 1, 1, axis=1)
+            first = jnp.maximum(i - window, 0)
+            seen_BT = lax.dynamic_slice_in_dim(tokens_BT, first, window, axis=1)
+            x_BTD = hidden(engine, working, {"tokens_BT": seen_BT, **fixed}, "none")
+            last_BTD = lax.dynamic_slice_in_dim(x_BTD, i - 1 - first, 1, axis=1)
             z_BTV = vocabulary_logits(engine, last_BTD, head_DV)
             z_BV = gather(z_BTV, run.layout.live("tensor"), 2, same=True)[:, 0]
             next_B = choose(z_BV, sampling, i)

@@ -30,7 +30,7 @@ class Run:
     @classmethod
     def of(cls, config: RunConfig, layout: Layout, mesh: Mesh) -> "Run":
         platform = mesh.devices.flat[0].platform
-        return cls(config, layout, Engine.of(layout, config.train, platform), mesh)
+        return cls(config, layout, Engine.of(layout, config.train, platform, config.data.packing), mesh)
 
     @property
     def platform(self) -> str:
@@ -67,7 +67,7 @@ class Run:
         return jax.tree_util.tree_map_with_path(leaf, state)
 
     def shardings(self, *, at_rest: bool = False) -> Tree:
-        """The state's shardings. `at_rest`: between steps, with the optimiser's state in host memory if so configured."""
+        """The state's shardings. `at_rest`: between steps, the optimiser's state in host memory if so configured."""
         named = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs())
         if at_rest and self.config.optim.offload:
             named["opt"] = jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), named["opt"])
@@ -75,6 +75,10 @@ class Run:
 
     def initial_state(self) -> Tree:
         """The state before the first step: a function of configuration and seed, equal bit for bit on every layout."""
+        return self.initial_program()()
+
+    def initial_program(self) -> Any:
+        """The program ``() -> state`` that makes it."""
         train = self.config.train
 
         def shards() -> Tree:
@@ -82,7 +86,7 @@ class Run:
             opt = self.transformation.init(accumulate.updated_shards(self.engine, params))
             return {"params": params, "opt": opt, "step": jnp.zeros((), jnp.int32)}
 
-        return self.manual(shards, (), self.specs(), out_shardings=self.shardings(at_rest=True))()
+        return self.manual(shards, (), self.specs(), out_shardings=self.shardings(at_rest=True))
 
     def manual(self, function: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
         """`function` as one compiled program, manual over the whole mesh."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright import random
@@ -94,12 +95,29 @@ def eval_step(run: Run) -> Any:
     return run.manual(step, (run.specs()["params"], run.batch_specs(objective.batch_letters)), PartitionSpec())
 
 
+def own_rows(run: Run, sequences: int) -> np.ndarray | None:
+    """The rows of a global batch of `sequences` that this process's devices hold; None where they hold all."""
+    held = NamedSharding(run.mesh, run.batch_specs({"b": "B"})["b"]).addressable_devices_indices_map((sequences,))
+    rows = sorted({row for (span,) in held.values() for row in range(*span.indices(sequences))})
+    return None if len(rows) == sequences else np.array(rows)
+
+
 def put_batch(run: Run, batch: dict[str, Any], letters: dict[str, str]) -> Tree:
-    """A global batch of numpy arrays on the devices, each device its shard."""
+    """A batch of numpy arrays on the devices, each device its shard.
+
+    `batch` is global, or holds the rows that `own_rows` names of a batch of `train.sequences`.
+    """
     specs = run.batch_specs(letters)
-    return {
-        name: jax.make_array_from_callback(
-            array.shape, NamedSharding(run.mesh, specs[name]), lambda index, array=array: array[index]
-        )
-        for name, array in batch.items()
-    }
+    rows = own_rows(run, run.config.train.sequences) if jax.process_count() > 1 else None
+
+    def on_devices(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        shape = array.shape if rows is None else (run.config.train.sequences, *array.shape[1:])
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            first, last, _ = index[0].indices(shape[0])
+            before = 0 if rows is None else first - int(np.searchsorted(rows, first))  # rows that are not here
+            return array[(slice(first - before, last - before), *index[1:])]
+
+        return jax.make_array_from_callback(shape, NamedSharding(run.mesh, spec), shard)
+
+    return {name: on_devices(array, specs[name]) for name, array in batch.items()}
