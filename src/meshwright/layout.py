@@ -276,20 +276,21 @@ def _check_batch(layout: Layout, config: RunConfig) -> None:
     batch, length, parts = config.train.sequences, config.train.sequence_length, config.layout.microbatches
     axes = layout.live(*BATCH_AXES)
     degree = layout.degree(axes)
+    whole = degree * parts
+    split = " x ".join(f"{axis}={config.layout.degrees[axis]}" for axis in axes) or "one device"
     require(
-        batch % (degree * parts) == 0,
-        f"the global batch of {batch} sequences (train.batch_sequences, B) must be a multiple of"
-        f" {' x '.join(f'{axis}={config.layout.degrees[axis]}' for axis in axes) or 'one device'}"
-        f" x microbatches={parts} = {degree * parts}; the batch never changes by itself:"
-        f" set train.batch_sequences={-(-batch // (degree * parts)) * degree * parts}, or a layout whose batch axes and microbatches divide {batch}",
+        batch % whole == 0,
+        f"the global batch of {batch} sequences (train.batch_sequences, B) must be a multiple of {split}"
+        f" x microbatches={parts} = {whole}; the batch never changes by itself: set train.batch_sequences="
+        f"{-(-batch // whole) * whole}, or a layout whose batch axes and microbatches divide {batch}",
     )
     if config.model.is_language_model:
         axes = layout.activation("BTD")[1]
         degree = layout.degree(axes)
         require(
             length % degree == 0,
-            f"train.sequence_length={length} (T) must be a multiple of {' x '.join(axes)}={degree}, which splits the residual stream's tokens;"
-            f" set it to {-(-length // degree) * degree}, or layout.sequence_parallel=false",
+            f"train.sequence_length={length} (T) must be a multiple of {' x '.join(axes)}={degree}, which splits the"
+            f" residual stream's tokens; set it to {-(-length // degree) * degree}, or layout.sequence_parallel=false",
         )
 
 

@@ -84,7 +84,7 @@ def _muon_or_adam(params: Tree) -> Tree:
 
 
 def _orthogonalised() -> optax.GradientTransformation:
-    """Each matrix of a stack [L, D, rest] or [L, rest, D] replaced by the nearest orthogonal one, times sqrt(max(1, rows / columns))."""
+    """Each matrix of a stack, [L, D, rest] or [L, rest, D], made orthogonal, times sqrt(max(1, rows / columns))."""
 
     def leaf(path: tuple[Any, ...], g: jax.Array) -> jax.Array:
         letters = letters_of(path_of(path))
