@@ -17,9 +17,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.compat import vary, varying
-from meshwright.config import TrainConfig
+from meshwright.config import ModelConfig, TrainConfig
 from meshwright.layout import Axes, Layout, Moves, Spec, letters_of
 from meshwright.linear import linear
+from meshwright.rows import rows
 
 # ---- the five words ----------------------------------------------------------------------------------
 
@@ -88,24 +89,6 @@ def settle(x: jax.Array) -> jax.Array:
 settle.defvjp(lambda x: (x, None), lambda _, gradient: (lax.optimization_barrier(gradient),))
 
 
-@jax.custom_vjp
-def rows(table_VD: jax.Array, row_BT: jax.Array) -> jax.Array:
-    """Rows of a table; its gradient is added up in float32 or wider, however often a row is used."""
-    return table_VD[row_BT]
-
-
-def _rows_bwd(saved, gradient_BTD):
-    row_BT, empty_VD = saved
-    wide = wider(gradient_BTD.dtype, jnp.float32)
-    zero_VD = vary(jnp.zeros(empty_VD.shape[1:], wide), tuple(varying(gradient_BTD)))
-    return zero_VD.at[row_BT].add(gradient_BTD.astype(wide)).astype(empty_VD.dtype), None
-
-
-rows.defvjp(
-    lambda table_VD, row_BT: (table_VD[row_BT], (row_BT, jnp.zeros((0, *table_VD.shape), table_VD.dtype))), _rows_bwd
-)
-
-
 def place(axes: Axes) -> jax.Array | int:
     """This device's place along `axes` together, slowest first: the number of its shard."""
     return lax.axis_index(axes) if axes else 0
@@ -132,31 +115,36 @@ class Engine:
     logits_dtype: jnp.dtype
     kernel: str = "blockwise"
     """The attention: `blockwise` (any platform), `splash` (TPU) or `cudnn` (GPU)."""
+    packed: bool = True
+    """Whether a row may hold several documents."""
     unroll_layers: bool = False
     copy_transposed: bool = False
     """Whether weight gradients are matmuls of a transposed copy (`linear`)."""
     flat_matmuls: bool = True
     """Whether a contraction becomes a matmul of two matrices (fastest on CPU) or stays an einsum (no copies on TPU)."""
+    sort_rows: bool = False
+    """Whether the gradient of a look-up is added up by a sort (`rows`)."""
     observe: Callable[[str, str, jax.Array], jax.Array] | None = None
     """Called with the path, letters and value of every named array; its answer takes the array's place (for `verify`)."""
     path: str = ""
     """Where in the model the named arrays are: ``layers/3/``."""
 
     @classmethod
-    def of(cls, layout: Layout, train: TrainConfig, platform: str) -> "Engine":
-        """The engine for `platform`: `cpu`, `tpu` or `gpu`."""
+    def of(cls, layout: Layout, train: TrainConfig, platform: str, packed: bool = True) -> "Engine":
+        """The engine for `platform`: `cpu`, `tpu` or `gpu`. `packed`: whether a row may hold several documents."""
         compute = jnp.dtype(compute_dtype_of(train, platform))
         wide = lambda name: jnp.dtype(name) if compute != jnp.float64 else compute  # noqa: E731
-        kernel = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "blockwise")
         return cls(
             layout,
             compute_dtype=compute,
             reduce_dtype=wide(train.reduce_dtype),
             logits_dtype=wide(train.logits_dtype),
-            kernel=kernel,
+            kernel=attention_kernel(layout.model, compute, platform),
+            packed=packed,
             unroll_layers=platform == "cpu" and layout.model.layers <= 12,
             copy_transposed=platform == "cpu",
             flat_matmuls=platform != "tpu",
+            sort_rows=platform == "gpu",
         )
 
     @property
@@ -244,7 +232,7 @@ class Engine:
         table_VD = self.whole_weight(table_VD, "VD")
         row_BT = ids_BT - place(axes) * table_VD.shape[0]
         mine_BT = (row_BT >= 0) & (row_BT < table_VD.shape[0])
-        rows_BTD = rows(table_VD, jnp.where(mine_BT, row_BT, 0))
+        rows_BTD = rows(table_VD, jnp.where(mine_BT, row_BT, 0), self.sort_rows)
         x_BTD = jnp.where(mine_BT[..., None], rows_BTD, 0) if axes else rows_BTD
         if self.layout.sequence_parallel:
             return scatter_sum(x_BTD, axes, 1)
@@ -267,6 +255,14 @@ def compute_dtype_of(train: TrainConfig, platform: str) -> str:
     if train.compute_dtype != "auto":
         return train.compute_dtype
     return "float32" if platform == "cpu" else "bfloat16"
+
+
+def attention_kernel(model: ModelConfig, compute_dtype: jnp.dtype, platform: str) -> str:
+    """The platform's own attention where it has one that serves. cuDNN's is 16-bit, for heads of 8, 16 ... 128."""
+    if platform == "tpu":
+        return "splash"
+    served = compute_dtype.itemsize == 2 and model.head_size % 8 == 0 and model.head_size <= 128
+    return "cudnn" if platform == "gpu" and served else "blockwise"
 
 
 def contract(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from meshwright import random
 from meshwright.compat import vary, varying
-from meshwright.model import blockwise
+from meshwright.model import blockwise, cudnn
 
 
 def attend(
@@ -21,15 +21,17 @@ def attend(
     *,
     drop: "Dropout | None" = None,
     kernel: str = "blockwise",
+    packed: bool = True,
 ) -> jax.Array:
     """o_BTNH. Position t sees the positions s <= t of its own document (equal `segments`, 1 and up; 0 is padding).
 
-    Query heads are grouped onto key/value heads in order: head n uses key/value head n // (N / K).
+    Query heads are grouped onto key/value heads in order: head n uses key/value head n // (N / K). `packed`: whether a
+    row may hold several documents; where none does, a kernel may leave documents alone (see `cudnn.py`).
     """
     if kernel == "splash" and drop is None:
         return _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT)
     if kernel == "cudnn" and drop is None:
-        return _cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+        return cudnn.cudnn_attention(q_BTNH, k_BSKH, v_BSKH, segments_BT, packed=packed)
     if drop is not None:
         return _dropped(q_BTNH, k_BSKH, v_BSKH, segments_BT, drop)
     b, t, n, h = q_BTNH.shape
@@ -79,14 +81,6 @@ class Dropout:
         column_TS = (query_T[:, None] + jnp.uint32(start)) * jnp.uint32(self.length) + key_S
         kept = random.keep(self.key, self.rate, self.row_BN[:, :, None, None], column_TS)
         return jnp.where(kept, share_BNTS / (1 - self.rate), 0)
-
-
-def _cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    """cuDNN's flash attention where a batch holds one document a row cannot be known here: documents become a mask."""
-    seen_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-    return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=seen_BTS[:, None], is_causal=True, implementation="cudnn"
-    )
 
 
 def _splash(q_BTNH, k_BSKH, v_BSKH, segments_BT):

@@ -24,7 +24,9 @@ def block(engine: Engine, w: Tree, x_BTD: jax.Array, tokens: Tokens, layer: Any)
     k_BTKH = engine.name(k_BTKH + engine.bias(a["k_bias_LKH"], "KH"), "k", "BTKH")
     v_BTKH = engine.name(v_BTKH + engine.bias(a["v_bias_LKH"], "KH"), "v", "BTKH")
     drop = attention_dropout(engine, q_BTNH, tokens, layer)
-    o_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, tokens.segments_BT, drop=drop, kernel=engine.kernel)
+    o_BTNH = attend(
+        q_BTNH, k_BTKH, v_BTKH, tokens.segments_BT, drop=drop, kernel=engine.kernel, packed=engine.packed
+    )
     o_BTNH = engine.name(o_BTNH, "attention", "BTNH")
     y_BTD = engine.einsum("BTNH,NHD->BTD", o_BTNH, a["out_LNHD"]) + engine.bias(a["out_bias_LD"], "D")
     y_BTD = engine.name(y_BTD, "attention_out", "BTD")

@@ -23,7 +23,9 @@ def block(engine: Engine, w: Tree, x_BTD: jax.Array, tokens: Tokens, layer: Any)
     k_BTKH = engine.name(rotate(engine, k_BTKH, tokens), "k", "BTKH")
     v_BTKH = engine.name(v_BTKH, "v", "BTKH")
     drop = attention_dropout(engine, q_BTNH, tokens, layer)
-    o_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, tokens.segments_BT, drop=drop, kernel=engine.kernel)
+    o_BTNH = attend(
+        q_BTNH, k_BTKH, v_BTKH, tokens.segments_BT, drop=drop, kernel=engine.kernel, packed=engine.packed
+    )
     o_BTNH = engine.name(o_BTNH, "attention", "BTNH")
     y_BTD = engine.name(engine.einsum("BTNH,NHD->BTD", o_BTNH, a["out_LNHD"]), "attention_out", "BTD")
     x_BTD = x_BTD + dropout(engine, y_BTD, model.dropout_residual, tokens, "attention_out", layer)
