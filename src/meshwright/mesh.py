@@ -15,7 +15,7 @@ from meshwright.layout import Layout
 
 
 def emulate(device_count: int) -> None:
-    """Make this process see `device_count` CPU devices. Must come before JAX makes its first array.
+    """Make this process see `device_count` CPU devices or more. Must come before JAX makes its first array.
 
     XLA:CPU runs each device's program on one thread pool, and a device that waits in a collective holds its thread. With
     fewer threads than devices (times the calls in flight) the last device never arrives and the process is aborted after
@@ -32,6 +32,8 @@ def emulate(device_count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", device_count)
     except RuntimeError:
+        if jax.default_backend() == "cpu" and jax.local_device_count() >= device_count:
+            return
         raise Refused(
             f"{device_count} devices cannot be emulated: JAX has started in this process with {jax.local_device_count()};"
             " call meshwright.mesh.emulate before the first JAX array, or start a new process"
