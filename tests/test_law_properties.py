@@ -49,8 +49,8 @@ def logits(text: str, batch: dict) -> np.ndarray:
         (run.specs()["params"], run.batch_specs(forward.BATCH_LETTERS)),
         PartitionSpec(run.layout.activation("B")[0], None, "tensor"),
     )
-    params = parity.put_params(run, verifier().case.params)
-    return np.asarray(program(params, step.put_batch(run, batch, forward.BATCH_LETTERS)))[..., :101]
+    inputs = parity.put_params(run, verifier().case.params), step.put_batch(run, batch, forward.BATCH_LETTERS)
+    return np.asarray(parity.compile_fast(run, program, *inputs)(*inputs))[..., :101]
 
 
 @pytest.mark.parametrize("layout", ["data=1", "data=2 tensor=2"])
@@ -138,9 +138,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_everywhere(layout):
     params["embedding"]["tokens_VD"][poison] = np.nan
     run = run_of(case.config, layout)
     letters = step.objective_of(run).batch_letters
-    state = run.initial_state() | {"params": parity.put_params(run, params)}
-    train_step = step.train_step(run)
-    state, metrics = train_step(state, step.put_batch(run, batch | {"tokens_BT": np.zeros_like(rare)}, letters))
+    state = parity.compile_fast(run, jax.jit(run.initial_state))() | {"params": parity.put_params(run, params)}
+    clean = step.put_batch(run, batch | {"tokens_BT": np.zeros_like(rare)}, letters)
+    train_step = parity.compile_fast(run, step.train_step(run), state, clean)
+    state, metrics = train_step(state, clean)
     assert float(metrics["skipped"]) == 0
     before = jax.device_get((state["params"], state["opt"]))
     state, metrics = train_step(state, step.put_batch(run, batch | {"tokens_BT": rare}, letters))
@@ -161,11 +162,12 @@ def test_evaluation_of_21_examples_is_the_same_on_any_device_count():
     expected = parity.reference.expected(replace(case, config=one), rows).loss
     for layout in ("data=1", "data=2", "fsdp=2 tensor=2", "data=4 fsdp=2"):
         run = run_of(case.config, layout)
-        params, evaluate = parity.put_params(run, case.params), step.eval_step(run)
-        sums = [
-            evaluate(params, step.put_batch(run, {k: a[i : i + 8] for k, a in rows.items()}, forward.BATCH_LETTERS))
-            for i in (0, 8, 16)
+        params = parity.put_params(run, case.params)
+        batches = [
+            step.put_batch(run, {k: a[i : i + 8] for k, a in rows.items()}, forward.BATCH_LETTERS) for i in (0, 8, 16)
         ]
+        evaluate = parity.compile_fast(run, step.eval_step(run), params, batches[0])
+        sums = [evaluate(params, batch) for batch in batches]
         loss, count = (sum(float(s[j]) for s in sums) for j in (0, 1))
         assert count == rows["mask_BT"].sum()
         assert loss / count == pytest.approx(expected, rel=1e-12), layout

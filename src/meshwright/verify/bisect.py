@@ -86,7 +86,7 @@ def points(config: RunConfig) -> dict[str, str]:
 
 def watch(case: Case, layout: LayoutConfig, batch: Tree) -> Watched:
     """Run one forward and backward pass of the whole batch on `layout` with every named array watched."""
-    config = replace(case.config, layout=replace(layout, microbatches=1))
+    config = replace(case.config, layout=layout)
     checked = check(config)
     run = Run.of(config, checked, mesh.make(checked))
     objective, letters = step.objective_of(run), points(config)

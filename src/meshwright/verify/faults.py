@@ -150,7 +150,7 @@ def _unsummed_over_tensor(is_meant: Callable[[str], bool]) -> Callable[[Any], An
         def reduce(engine: Engine, gradients: Tree) -> Tree:
             def leaf(path: str, g: jax.Array) -> jax.Array:
                 axes = engine.layout.live("tensor")
-                over = set(axes) & set(engine.layout.gradient_axes(letters_of(path))) and is_meant(path)
+                over = axes and set(axes) <= varying(g) and is_meant(path)
                 return jnp.where(place(axes) == 0, g, 0) if over else g
 
             return right(engine, jax.tree.map(leaf, parameters.names(engine.layout.model), gradients))
@@ -433,7 +433,7 @@ _ALL = (
     Fault(
         "mean-of-microbatch-means",
         "each microbatch's loss is its own mean, so tokens weigh unequally",
-        "data=2 microbatches=2",
+        "microbatches=2",
         ((accumulate, "_accumulated", _mean_of_microbatch_means),),
         "accumulation",
     ),
@@ -504,7 +504,7 @@ _ALL = (
     Fault(
         "shared-kv-not-summed",
         "the gradients of key/value heads that ranks share are not summed over tensor",
-        "tensor=4",
+        "tensor=4 microbatches=2",
         ((accumulate, "reduce", _unsummed_over_tensor(lambda path: "K" in letters_of(path))),),
         "gradient",
         "layers/attention/",
