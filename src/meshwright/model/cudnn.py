@@ -7,13 +7,15 @@ made anew for every layer. Its layout for packed sequences (no mask; skips other
 measures both ways.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from meshwright.compat import vary, varying
 
-FORWARD = "dot_product_attention_fwd"
-"""JAX's primitive for the forward pass; its results, the output and the rows' log sums, are what the backward pass needs."""
+FORWARD = "dot_product_attention_fwd_wrapper"
+"""JAX's primitive of the forward pass. It gives the output and each row's log of a sum: all that the backward pass needs."""
 
 
 def cudnn_attention(
@@ -37,3 +39,15 @@ def cudnn_attention(
 
 def _flash(q_BTNH, k_BSKH, v_BSKH, mask=None):
     return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask, is_causal=True, implementation="cudnn")
+
+
+def keep(*names: str) -> Callable[..., bool]:
+    """The policy of `jax.checkpoint` that keeps the named arrays.
+
+    For `attention` it keeps what the forward pass gives as the kernel gives it, so that it is not run a second time for the
+    sums, which have no name.
+    """
+    others = jax.checkpoint_policies.save_only_these_names(*(name for name in names if name != "attention"))
+    if "attention" not in names:
+        return others
+    return lambda primitive, *args, **params: primitive.name == FORWARD or others(primitive, *args, **params)

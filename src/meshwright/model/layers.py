@@ -12,6 +12,7 @@ from meshwright import random
 from meshwright.compat import vary, varying
 from meshwright.config import ModelConfig, RopeScaling
 from meshwright.engine import Engine, wider
+from meshwright.model import cudnn
 from meshwright.model.attention import Dropout
 
 Tree = dict[str, Any]
@@ -148,14 +149,14 @@ def run_layers(engine: Engine, block: Block, layers: Tree, x_BTD: jax.Array, tok
         number, weights = layer
         return block(engine, engine.enter_layer(weights), x_BTD, tokens, number), None
 
-    one = _rematerialised(one, remat, prevent_cse=engine.unroll_layers)
+    one = _rematerialised(engine, one, remat)
     unroll = count if engine.unroll_layers else 1
     return lax.scan(one, x_BTD, (jnp.arange(count, dtype=jnp.uint32), layers), unroll=unroll)[0]
 
 
-def _rematerialised(one: Callable, remat: str, *, prevent_cse: bool) -> Callable:
+def _rematerialised(engine: Engine, one: Callable, remat: str) -> Callable:
     if remat == "none":
         return one
     names = remat.removeprefix("save:").replace(" ", "").split(",") if remat.startswith("save:") else ()
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    return jax.checkpoint(one, policy=policy, prevent_cse=prevent_cse)
+    keep = cudnn.keep if engine.kernel == "cudnn" else jax.checkpoint_policies.save_only_these_names
+    return jax.checkpoint(one, policy=keep(*names), prevent_cse=engine.unroll_layers)
