@@ -223,7 +223,7 @@ class TrainConfig:
     """Gradients are summed across devices and microbatches in this dtype (or a wider compute dtype)."""
     logits_dtype: str = "float32"
     loss_chunk_tokens: int = 1024
-    """Tokens whose logits a device holds at one time."""
+    """Tokens whose logits a device holds at one time; times the tensor degree, for then it holds a part of each."""
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     eval_every: int = 0

@@ -58,11 +58,8 @@ def max_over(x: jax.Array, axes: Axes) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def gather_weight(w: jax.Array, axes: Axes, dim: int, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
-    """A whole weight from its ZeRO shards, moved in `compute`; its gradient is summed in `reduce` back onto the shards.
-
-    The barrier keeps the cast where it is: XLA would move it out of the loop over layers and hold every layer's copy.
-    """
-    return gather(lax.optimization_barrier(w).astype(compute), axes, dim)
+    """A whole weight from its ZeRO shards, moved in `compute`; its gradient is summed in `reduce` back onto the shards."""
+    return gather(_narrowed(w, compute), axes, dim)
 
 
 def _gather_weight_fwd(w, axes, dim, compute, reduce):
@@ -76,17 +73,28 @@ def _gather_weight_bwd(axes, dim, compute, reduce, empty, gradient):
 gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
 
 
-@jax.custom_vjp
-def settle(x: jax.Array) -> jax.Array:
-    """`x`, whose gradient the compiler finishes before it goes on, instead of fusing what follows into the matmul.
+def _narrowed(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`w` in `dtype`, rounded where it is used.
 
-    XLA:TPU's own estimate of a matmul with the reductions of a norm's gradient fused behind it is 1.5 times that of the
-    two apart (13.8 and 9.1 million cycles for Llama-3.1-8B, v5p, libtpu 0.0.52).
+    XLA:TPU moves a plain cast out of the loop over layers and then holds a copy of every layer's weights (JAX 0.12.0); a
+    rounding before it stays where it is, and so does the cast.
     """
-    return x
+    info = jnp.finfo(dtype)
+    return (lax.reduce_precision(w, info.nexp, info.nmant) if info.bits < jnp.finfo(w.dtype).bits else w).astype(dtype)
 
 
-settle.defvjp(lambda x: (x, None), lambda _, gradient: (lax.optimization_barrier(gradient),))
+@jax.custom_vjp
+def settle(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, whose gradients the compiler finishes together before it goes on.
+
+    For XLA:TPU: what follows is not fused into the matmul (its own estimate of one with the reductions of a norm's
+    gradient behind it is 1.5 times that of the two apart: 13.8 and 9.1 million cycles for Llama-3.1-8B, v5p, libtpu
+    0.0.52), and no weight's gradient is put off while the activations that it needs take memory.
+    """
+    return arrays
+
+
+settle.defvjp(lambda *arrays: (arrays, None), lambda _, gradients: tuple(lax.optimization_barrier(gradients)))
 
 
 def place(axes: Axes) -> jax.Array | int:
@@ -122,6 +130,8 @@ class Engine:
     """Whether weight gradients are matmuls of a transposed copy (`linear`)."""
     flat_matmuls: bool = True
     """Whether a contraction becomes a matmul of two matrices (fastest on CPU) or stays an einsum (no copies on TPU)."""
+    settle_gradients: bool = False
+    """Whether the gradients of a contraction are finished before the backward pass goes on (`settle`)."""
     sort_rows: bool = False
     """Whether the gradient of a look-up is added up by a sort (`rows`)."""
     observe: Callable[[str, str, jax.Array], jax.Array] | None = None
@@ -144,6 +154,7 @@ class Engine:
             unroll_layers=platform == "cpu" and layout.model.layers <= 12,
             copy_transposed=platform == "cpu",
             flat_matmuls=platform != "tpu",
+            settle_gradients=platform == "tpu",
             sort_rows=platform == "gpu",
         )
 
@@ -169,6 +180,7 @@ class Engine:
         outs = results.split()
         plans = [self.layout.plan(x_letters, w, out) for w, out in zip(w_letters.split(), outs, strict=True)]
         assert len({plan.gather_x for plan in plans}) == 1, f"{equation}: the weights need x in different layouts"
+        x, *weights = settle(x, *weights) if self.settle_gradients else (x, *weights)
         for letter, axes in plans[0].gather_x:
             x = gather(x, axes, x_letters.index(letter))
         parts = zip(w_letters.split(), outs, weights, plans, strict=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from meshwright.engine import Engine, settle
+from meshwright.engine import Engine
 from meshwright.model.attention import attend
 from meshwright.model.layers import Tokens, Tree, attention_dropout, dropout, layer_norm
 
@@ -14,7 +14,7 @@ def block(engine: Engine, w: Tree, x_BTD: jax.Array, tokens: Tokens, layer: Any)
     model = engine.layout.model
 
     norm = w["attention_norm"]
-    h_BTD = settle(layer_norm(x_BTD, norm["scale_LD"], norm["bias_LD"], model.norm_eps))
+    h_BTD = layer_norm(x_BTD, norm["scale_LD"], norm["bias_LD"], model.norm_eps)
     h_BTD = engine.name(h_BTD, "attention_norm", "BTD")
     a = w["attention"]
     q_BTNH, k_BTKH, v_BTKH = engine.einsum(
@@ -24,17 +24,14 @@ def block(engine: Engine, w: Tree, x_BTD: jax.Array, tokens: Tokens, layer: Any)
     k_BTKH = engine.name(k_BTKH + engine.bias(a["k_bias_LKH"], "KH"), "k", "BTKH")
     v_BTKH = engine.name(v_BTKH + engine.bias(a["v_bias_LKH"], "KH"), "v", "BTKH")
     drop = attention_dropout(engine, q_BTNH, tokens, layer)
-    o_BTNH = attend(
-        q_BTNH, k_BTKH, v_BTKH, tokens.segments_BT, drop=drop, kernel=engine.kernel, packed=engine.packed
-    )
+    o_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, tokens.segments_BT, drop=drop, kernel=engine.kernel, packed=engine.packed)
     o_BTNH = engine.name(o_BTNH, "attention", "BTNH")
     y_BTD = engine.einsum("BTNH,NHD->BTD", o_BTNH, a["out_LNHD"]) + engine.bias(a["out_bias_LD"], "D")
     y_BTD = engine.name(y_BTD, "attention_out", "BTD")
     x_BTD = x_BTD + dropout(engine, y_BTD, model.dropout_residual, tokens, "attention_out", layer)
 
     norm = w["mlp_norm"]
-    h_BTD = settle(layer_norm(x_BTD, norm["scale_LD"], norm["bias_LD"], model.norm_eps))
-    h_BTD = engine.name(h_BTD, "mlp_norm", "BTD")
+    h_BTD = engine.name(layer_norm(x_BTD, norm["scale_LD"], norm["bias_LD"], model.norm_eps), "mlp_norm", "BTD")
     m = w["mlp"]
     up_BTF = engine.einsum("BTD,DF->BTF", h_BTD, m["up_LDF"]) + engine.bias(m["up_bias_LF"], "F")
     up_BTF = engine.name(up_BTF, "up", "BTF")

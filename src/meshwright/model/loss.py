@@ -25,6 +25,7 @@ class CrossEntropy:
 
     engine: Engine
     chunk_tokens: int
+    """Tokens whose logits are held at one time by the devices that split the vocabulary, for each of them."""
     z_loss: float
     label_smoothing: float
 
@@ -37,7 +38,7 @@ class CrossEntropy:
         axes = self.engine.layout.live("tensor")
         d = x_BTD.shape[-1]
         tokens = targets_BT.size
-        count = -(-tokens // self.chunk_tokens)
+        count = -(-tokens // (self.chunk_tokens * self.engine.layout.degree(axes)))
         chunk = -(-tokens // count)
         x_MTD = _chunks(x_BTD.reshape(-1, d), count, chunk)
         targets_MT, mask_MT = (_chunks(a.reshape(-1), count, chunk) for a in (targets_BT, mask_BT))
