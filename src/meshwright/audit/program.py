@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from meshwright import mesh
-from meshwright.audit.target import H100, Target, parse
+from meshwright.audit.target import Target, parse
 from meshwright.config import RunConfig, from_table
 from meshwright.layout import check
 from meshwright.train.state import Run
@@ -30,7 +30,10 @@ def devices(target: Target) -> list[Any]:
         described = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.kind.compiler_name}:{shape}")
     else:  # partitions x hosts x devices of a host
         described = topologies.get_topology_desc(
-            platform="cuda", topology_name=target.kind.compiler_name, topology=f"1x{shape}", target_config=H100
+            platform="cuda",
+            topology_name=target.kind.compiler_name,
+            topology=f"1x{shape}",
+            target_config=target.gpu_config(),
         )
     return list(described.devices)
 

@@ -3,6 +3,7 @@
 `tpu-v5p:2x2x4` is a TPU of that topology in chips, `h100-sxm:2x8` is hosts x GPUs a host, `cpu:8` is emulated devices.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -31,20 +32,24 @@ KINDS = {
     "tpu-v5p": Kind("tpu", "v5p", 95 * 2**30, (3,), "tpu-v5p:2x2x4", "Google Cloud documentation, TPU v5p"),
     "tpu-v6e": Kind("tpu", "v6e", 32 * 2**30, (2,), "tpu-v6e:4x4", "Google Cloud documentation, TPU v6e"),
     "h100-sxm": Kind("gpu", "h100", 84_978_434_048, (2,), "h100-sxm:2x8", "device_memory_size of an H100 80GB HBM3"),
+    "h200-sxm": Kind("gpu", "h200", 141e9, (2,), "h200-sxm:1x8", "NVIDIA H200 datasheet: 141 GB"),
 }
 
-H100 = """
+HOPPER = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84978434048 shared_memory_per_block_optin: 232448
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: MEMORY_BANDWIDTH l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: MEMORY_SIZE shared_memory_per_block_optin: 232448
   cuda_compute_capability { major: 9 feature_extension: 2 }
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 2 } device_description_str: "NVIDIA H100 80GB HBM3"
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 2 } device_description_str: "NAME"
 """
 """A GpuTargetConfigProto. `feature_extension: 2` chooses sm_90a; with 1 the compiler aborts on wgmma (JAX 0.12.0)."""
+
+MEMORY_BANDWIDTH = {"h100": 3_352_320_000_000, "h200": 4_800_000_000_000}
+"""Bytes a second: as an H100 80GB HBM3 reports it; NVIDIA H200 datasheet."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,16 @@ class Target:
     @property
     def device_count(self) -> int:
         return math.prod(self.shape)
+
+    def gpu_config(self) -> str:
+        """What the compiler must be told of a GPU, a GpuTargetConfigProto as text."""
+        name = self.kind.compiler_name
+        values = {
+            "MEMORY_BANDWIDTH": str(MEMORY_BANDWIDTH[name]),
+            "MEMORY_SIZE": str(int(self.kind.hbm_bytes)),
+            "NAME": f"NVIDIA {name.upper()}",
+        }
+        return functools.reduce(lambda text, item: text.replace(*item), values.items(), HOPPER)
 
     def environment(self) -> dict[str, str]:
         """The environment in which the compiler's process must start, besides this one's."""
