@@ -137,9 +137,21 @@ def _loss_and_gradient(model: ModelConfig, train: TrainConfig) -> Any:
 
 @functools.cache
 def _compiled_oracle(model: ModelConfig, train: TrainConfig) -> Any:
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
     loss = lambda params, batch: oracle.loss(model, train, params, batch)  # noqa: E731
-    return jax.jit(jax.value_and_grad(loss), compiler_options=options)
+    return jax.jit(jax.value_and_grad(loss), compiler_options=compiler_options(jax.default_backend()))
+
+
+@functools.cache
+def compiler_options(platform: str) -> dict[str, Any]:
+    """XLA:CPU's code generator at level 0 and without its fusion emitters (2.0 s -> 0.7 s for a step of three layers)."""
+    if platform != "cpu":
+        return {}
+    level, emitters = {"xla_backend_optimization_level": 0}, {"xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda: 0, compiler_options=emitters).lower().compile()
+    except jax.errors.JaxRuntimeError:  # JAX 0.12 has no such option any more
+        return level
+    return level | emitters
 
 
 def _decayed(exempt: tuple[str, ...], params: Tree) -> Tree:
