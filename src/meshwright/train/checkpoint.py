@@ -51,7 +51,9 @@ class Checkpoints:
                 create=True,
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
             )
-            self._opened = ocp.CheckpointManager(self.directory, options=options)
+            self._opened = ocp.CheckpointManager(
+                self.directory, item_handlers=ocp.StandardCheckpointHandler(), options=options
+            )
         return self._opened
 
     def save(self, state: Tree, step: int) -> None:
@@ -254,9 +256,10 @@ def _trimmed_kinds(run: Run) -> Tree:
     vocabulary, kinds = run.layout.model.vocab_size, _kinds(run)
 
     def leaf(kind: Any, sharding: NamedSharding, dim: int) -> jax.ShapeDtypeStruct:
-        shape, axes = list(kind.shape), list(sharding.spec) + [None] * (len(kind.shape) - len(sharding.spec))
-        if dim >= 0 and _is_padded(run):
-            shape[dim], axes[dim] = vocabulary, None
+        if dim < 0 or not _is_padded(run):
+            return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+        shape, axes = list(kind.shape), list(sharding.spec)
+        shape[dim], axes[dim] = vocabulary, None
         return jax.ShapeDtypeStruct(tuple(shape), kind.dtype, sharding=NamedSharding(run.mesh, PartitionSpec(*axes)))
 
     return jax.tree.map(leaf, kinds, run.shardings(), _vocabulary_dims(kinds, run))
