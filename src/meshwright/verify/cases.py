@@ -33,7 +33,8 @@ def hard_batch(config: RunConfig, layout: LayoutConfig | None = None, seed: int 
     length, last = config.train.sequence_length, model.vocab_size - 1
     words_BT = random.integers(0, model.vocab_size, (rows, length + 1))
     words_BT[-1, : length + 1 : 2] = last
-    segments_BT = np.stack([_documents(random, length, padded=row % 3 == 1) for row in range(rows)])
+    most = 4 if config.data.packing else 1
+    segments_BT = np.stack([_documents(random, length, most, padded=row % 3 == 1) for row in range(rows)])
     starts_BT = np.diff(segments_BT, axis=1, prepend=-1) != 0
     place_T = np.arange(length)
     positions_BT = place_T - np.maximum.accumulate(np.where(starts_BT, place_T, 0), axis=1)
@@ -54,9 +55,9 @@ def hard_batch(config: RunConfig, layout: LayoutConfig | None = None, seed: int 
     return {name: array.astype(np.int32) for name, array in integers.items()} | {"mask_BT": mask_BT}
 
 
-def _documents(random: np.random.Generator, length: int, *, padded: bool) -> np.ndarray:
-    """Segment of each position: one to four uneven documents, numbered from 1; at the end 0 where `padded`."""
-    count = int(random.integers(1, 5))
+def _documents(random: np.random.Generator, length: int, most: int, *, padded: bool) -> np.ndarray:
+    """Segment of each position: one to `most` uneven documents, numbered from 1; at the end 0 where `padded`."""
+    count = int(random.integers(1, most + 1))
     cuts = np.sort(random.choice(np.arange(1, length), min(count - 1, length - 1), replace=False)) if length > 1 else []
     segments_T = np.searchsorted(np.asarray(cuts, int), np.arange(length), side="right") + 1
     if padded and length > 4:

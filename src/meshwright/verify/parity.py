@@ -49,7 +49,7 @@ def bound(config: RunConfig, dtype: str) -> Bound:
     float64: 1e-9, the law's. Below it every number is rounded by u = 2^-24 (float32) or 2^-9 (bfloat16) of its size
     some 24 times a layer, forward and backward, and 8 times outside; independent roundings add as the root of their
     number, and the largest of a leaf's many elements is about four deviations out: 4 u sqrt(24 L + 8). float32 also
-    sums long rows in that precision: four times more. The loss is a mean over many tokens: a quarter. Leaves whose
+    sums long rows in that precision: four times more. The loss is a mean over many tokens: an eighth. Leaves whose
     gradient is small beside the others' (a key bias has none at all) are sums of larger numbers that cancel, so the
     floor is a hundredth.
     """
@@ -57,7 +57,7 @@ def bound(config: RunConfig, dtype: str) -> Bound:
         return Bound(1e-9, 1e-9, 1e-9, 1e-6)
     unit, sums = {"float32": (2.0**-24, 4), "bfloat16": (2.0**-9, 1)}[dtype]
     error = 4 * sums * unit * math.sqrt(24 * config.model.layers + 8)
-    return Bound(error / 4, error, error, 1e-2)
+    return Bound(error / 8, error, error, 1e-2)
 
 
 @dataclass(frozen=True)
