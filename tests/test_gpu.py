@@ -1,11 +1,7 @@
 """What the step does on a GPU, as far as a CPU can tell; and (slow) what the compiler for GPUs makes of it."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +9,11 @@ import numpy as np
 import pytest
 
 from meshwright import rows
-from meshwright.config import LayoutConfig, ModelConfig, TrainConfig
-from meshwright.engine import Engine
-from meshwright.layout import Layout
+from meshwright.audit import aot, target
+from meshwright.config import DataConfig, ModelConfig, RunConfig, TrainConfig, parse_layout
+from meshwright.engine import Engine, attention_kernel
 from meshwright.model import cudnn
-from meshwright.model.attention import attend
+from meshwright.verify.parity import Verifier
 
 # ---- the gradient of a look-up ---------------------------------------------------------------------------
 
@@ -57,3 +53,104 @@ def test_the_sorted_form_has_no_scatter():
     add = jax.jit(rows.add_by_sort, static_argnums=2)
     program = str(jax.make_jaxpr(lambda r, x: add(r, x, 40))(jnp.zeros(300, jnp.int32), jnp.zeros((300, 8))))
     assert "sort" in program and "scatter" not in program
+
+
+# ---- the step as on GPU, with the definition of attention in the place of cuDNN's ------------------------
+
+SMALL = RunConfig(
+    ModelConfig(layers=2, d_model=48, d_ff=96, heads=6, kv_heads=2, head_size=8, vocab_size=101),
+    train=TrainConfig(batch_sequences=8, sequence_length=25, remat="save:q,k,attention"),
+)
+
+
+def defined(q_BTNH, k_BSKH, v_BSKH, *, mask, is_causal, implementation):
+    """What `jax.nn.dot_product_attention` promises, written out in the arguments' own dtype."""
+    assert is_causal and implementation == "cudnn"
+    k_BSNH, v_BSNH = (jnp.repeat(x, q_BTNH.shape[2] // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))
+    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * q_BTNH.shape[-1] ** -0.5
+    seen = jnp.tri(q_BTNH.shape[1], dtype=bool) if mask is None else jnp.tri(q_BTNH.shape[1], dtype=bool) & mask
+    share_BNTS = jax.nn.softmax(jnp.where(seen, scores_BNTS, jnp.finfo(scores_BNTS.dtype).min), axis=-1)
+    return jnp.einsum("BNTS,BSNH->BTNH", share_BNTS, v_BSNH)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """The engine for GPU in any dtype."""
+    of = Engine.of
+    monkeypatch.setattr(jax.nn, "dot_product_attention", defined)
+    monkeypatch.setattr(Engine, "of", lambda *a: replace(of(a[0], a[1], "gpu", *a[3:]), kernel="cudnn"))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("layout", ["data=2 fsdp=2 tensor=2", "tensor=6"])
+def test_the_form_for_gpu_computes_what_one_device_computes(packing, layout, as_on_gpu):
+    """Rows of one document are given no mask: padding at their end must not matter."""
+    config = replace(SMALL, data=DataConfig(packing=packing))
+    result = Verifier(config, "float64")(parse_layout(f"{layout} sequence_parallel=false"))
+    assert result.verdict == "equal", result.reason
+
+
+def test_rows_of_several_documents_need_their_mask(as_on_gpu, monkeypatch):
+    right = cudnn.cudnn_attention
+    monkeypatch.setattr(cudnn, "cudnn_attention", lambda *args, packed: right(*args, packed=False))
+    assert Verifier(SMALL, "float64")(parse_layout("data=2")).verdict == "differs"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "platform", "kernel"),
+    [
+        ("bfloat16", 64, "gpu", "cudnn"),
+        ("float16", 128, "gpu", "cudnn"),
+        ("float32", 64, "gpu", "blockwise"),
+        ("bfloat16", 4, "gpu", "blockwise"),
+        ("bfloat16", 256, "gpu", "blockwise"),
+        ("bfloat16", 64, "cpu", "blockwise"),
+        ("float32", 64, "tpu", "splash"),
+    ],
+)
+def test_the_attention_is_one_that_serves(dtype, head_size, platform, kernel):
+    assert attention_kernel(ModelConfig(head_size=head_size), jnp.dtype(dtype), platform) == kernel
+
+
+# ---- what the compiler for GPUs makes of it (slow; needs jax[cuda13], no GPU) ------------------------------
+
+WIDE = RunConfig(
+    ModelConfig(layers=2, d_model=512, d_ff=1024, heads=8, kv_heads=4, head_size=64, vocab_size=4096),
+    train=TrainConfig(batch_sequences=8, sequence_length=1024),
+)
+needs_cuda = pytest.mark.skipif(
+    not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))), reason="jax[cuda] is not installed"
+)
+
+
+def compiled(tmp_path, devices: str, layout: str, **sections) -> str:
+    """The text of the compiled step; it has been checked under varying-axes types."""
+    text = tmp_path / "step.hlo"
+    config = replace(WIDE, layout=parse_layout(layout), **sections)
+    facts = aot.compile_step(config, target.parse(f"h200-sxm:{devices}"), text)
+    assert facts["verdict"] == "fits", facts
+    return text.read_text()
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize(("devices", "layout"), [("1x1", "data=1"), ("1x8", "fsdp=8"), ("1x8", "data=2 tensor=4")])
+def test_rows_of_one_document_have_no_square_array(tmp_path, devices, layout):
+    text = compiled(tmp_path, devices, layout, data=DataConfig(packing=False))
+    assert "__cudnn$fmhaSoftmaxBackward" in text and "1024,1024]" not in text
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize("length", [1024, 1023])
+def test_documents_become_a_mask_for_all_heads(tmp_path, length):
+    text = compiled(tmp_path, "1x1", "data=1", train=replace(WIDE.train, sequence_length=length))
+    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in text and "bf16[8,1,1024,1024]" in text
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize(("remat", "forward"), [("full", 4), ("save:q,k,v,attention", 2), ("none", 2)])
+def test_a_kept_attention_runs_once_a_layer(tmp_path, remat, forward):
+    text = compiled(tmp_path, "1x1", "data=1", data=DataConfig(packing=False), train=replace(WIDE.train, remat=remat))
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == forward
