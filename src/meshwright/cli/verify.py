@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"dtype": args.dtype, "sizes": sizes_text(config), "results": results, "counts": counts})
     else:
-        console.print(table(results))
+        console.print(table(results, with_leaf=console.width >= 100))
         console.print(f"verified in {args.dtype} at {sizes_text(config)}", style="dim")
         console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return exit_status(counts)
@@ -137,20 +137,23 @@ def _check_all(
     return layouts, refused
 
 
-def table(results: list[dict[str, Any]]) -> RenderableType:
-    """The verdicts as a table, and below it the reason of each layout that differs or is refused."""
+def table(results: list[dict[str, Any]], *, with_leaf: bool = True) -> RenderableType:
+    """The verdicts as a table, and below it the reason of each layout that differs or is refused.
+
+    `with_leaf` adds the leaf with the largest gradient error, where there is room for it.
+    """
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     drawn.add_column("layout", overflow="fold")
-    for column in ("verdict", "loss", "gradients", "worst leaf", "parameters"):
+    columns = ("verdict", "loss", "gradients", "parameters", "worst leaf")
+    for column in columns if with_leaf else columns[:-1]:
         drawn.add_column(column, no_wrap=True, justify="left" if column in ("verdict", "worst leaf") else "right")
     styles = {"equal": "green", "differs": "bold red", "refused": "yellow"}
     for r in results:
         drawn.add_row(
             Text(str(r["layout"])),
             Text(r["verdict"], style=styles[r["verdict"]]),
-            *(_error(r.get(key)) for key in ("loss_rel_err", "grad_rel_err_max")),
-            Text(str(r.get("grad_worst_leaf") or "")),
-            _error(r.get("param_rel_err_max")),
+            *(_error(r.get(key)) for key in ("loss_rel_err", "grad_rel_err_max", "param_rel_err_max")),
+            *([Text(str(r.get("grad_worst_leaf") or ""))] if with_leaf else []),
         )
     return Group(drawn, *(line for r in results if r.get("reason") for line in _explained(r)))
 

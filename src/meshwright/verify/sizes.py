@@ -8,28 +8,25 @@ from meshwright.config import ModelConfig, RunConfig
 CAPS = {"L": 4, "D": 96, "F": 192, "N": 64, "H": 16, "V": 1024, "T": 48, "B": 32, "P": 128}
 """The largest sizes that are verified as they are; a larger one is replaced by one that the same degrees divide."""
 
-PRIME = 11
-"""Factor of replaced sizes: the only prime factor that they have and no degree up to 8 does."""
-
 
 def reduced(config: RunConfig, device_count: int = 8) -> RunConfig:
     """`config` with sizes above `CAPS` replaced by small ones that the same degrees up to `device_count` divide.
 
     Each replacement n' has gcd(n', d) = gcd(n, d) for every d up to `device_count`, so a layout is legal for the
-    small sizes exactly where it is for the true ones (heads of each kind are kept up to 64). V keeps its remainders,
-    so that it is padded alike.
+    small sizes exactly where it is for the true ones (heads are kept up to 64 of a kind).
     """
     model, train = config.model, config.train
-    common = math.lcm(*range(1, max(device_count, 8) + 1))
+    common, prime = math.lcm(*range(1, device_count + 1)), _prime_above(max(device_count, 8))
 
     def small(size: int, cap: int, least: int = 1) -> int:
         if size <= cap:
             return size
         kept = math.gcd(size, common)
-        return kept * PRIME if kept < least else kept
+        while kept < least:
+            kept *= prime  # which divides no degree
+        return kept
 
     heads, kv_heads = _small_heads(model, common)
-    vocab = model.vocab_size if model.vocab_size <= CAPS["V"] else common + model.vocab_size % common
     length = small(train.sequence_length, CAPS["T"], least=16)
     batch, parts = train.sequences, config.layout.microbatches
     if batch > CAPS["B"] and batch % parts == 0:
@@ -44,11 +41,15 @@ def reduced(config: RunConfig, device_count: int = 8) -> RunConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_size=min(model.head_size, CAPS["H"]),
-            vocab_size=vocab,
+            vocab_size=small(model.vocab_size, CAPS["V"], least=100),
             positions=min(model.positions, max(CAPS["P"], length)),
         ),
         train=replace(train, batch_sequences=batch, batch_tokens=0, sequence_length=length),
     )
+
+
+def _prime_above(n: int) -> int:
+    return next(p for p in range(n + 1, 2 * n + 2) if all(p % d for d in range(2, p)))
 
 
 def _small_heads(model: ModelConfig, common: int) -> tuple[int, int]:
