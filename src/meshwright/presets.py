@@ -67,7 +67,7 @@ def llama_demo() -> RunConfig:
     """What `make train` trains: a few million parameters, about a minute and a half on two cores."""
     return RunConfig(
         model=ModelConfig(layers=4, d_model=192, d_ff=512, heads=8, kv_heads=4, head_size=24, vocab_size=2048),
-        optim=OptimConfig(lr=4e-3, warmup_steps=20),
+        optim=OptimConfig(lr=3e-3, warmup_steps=20),
         train=TrainConfig(steps=240, batch_sequences=32, sequence_length=128, eval_sequences=64, sample_tokens=48),
     )
 

@@ -47,7 +47,7 @@ class Records:
             "processes": jax.process_count(),
             "parameters": parameter_count(run.config.model),
             "layout_table": layout_table.rows(run.config),
-            "device_ids": [device.id for device in run.mesh.devices.flat],
+            "mesh": mesh_drawing.to_json(self.grid),
             "versions": {
                 "python": platform.python_version(),
                 "meshwright": __version__,
@@ -73,7 +73,8 @@ class Records:
     @property
     def grid(self) -> Any:
         degrees = self.run.config.layout.degrees
-        return mesh_drawing.grid(degrees, self.facts["device_ids"], emulated=self.is_emulated)
+        ids = [device.id for device in self.run.mesh.devices.flat]
+        return mesh_drawing.grid(degrees, ids, emulated=self.is_emulated)
 
     def begin(self, done: int, say: Callable[[str], None]) -> None:
         """Go on after step `done`: rows of later steps are forgotten, for those are about to be done again."""
