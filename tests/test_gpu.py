@@ -116,7 +116,7 @@ def test_the_attention_is_one_that_serves(dtype, head_size, platform, kernel):
 
 WIDE = RunConfig(
     ModelConfig(layers=2, d_model=512, d_ff=1024, heads=8, kv_heads=4, head_size=64, vocab_size=4096),
-    train=TrainConfig(batch_sequences=8, sequence_length=1024),
+    train=TrainConfig(batch_sequences=8, sequence_length=1536),
 )
 needs_cuda = pytest.mark.skipif(
     not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))), reason="jax[cuda] is not installed"
@@ -137,15 +137,15 @@ def compiled(tmp_path, devices: str, layout: str, **sections) -> str:
 @pytest.mark.parametrize(("devices", "layout"), [("1x1", "data=1"), ("1x8", "fsdp=8"), ("1x8", "data=2 tensor=4")])
 def test_rows_of_one_document_have_no_square_array(tmp_path, devices, layout):
     text = compiled(tmp_path, devices, layout, data=DataConfig(packing=False))
-    assert "__cudnn$fmhaSoftmaxBackward" in text and "1024,1024]" not in text
+    assert "__cudnn$fmhaSoftmaxBackward" in text and "1536,1536]" not in text
 
 
 @pytest.mark.slow
 @needs_cuda
-@pytest.mark.parametrize("length", [1024, 1023])
+@pytest.mark.parametrize("length", [1536, 1535])
 def test_documents_become_a_mask_for_all_heads(tmp_path, length):
     text = compiled(tmp_path, "1x1", "data=1", train=replace(WIDE.train, sequence_length=length))
-    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in text and "bf16[8,1,1024,1024]" in text
+    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in text and "bf16[8,1,1536,1536]" in text
 
 
 @pytest.mark.slow
