@@ -437,6 +437,21 @@ def to_table(config: Any) -> dict[str, Any]:
     return table
 
 
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its full name: ``{"model.layers": 4, ...}``."""
+    settings = {}
+
+    def add(prefix: str, table: dict[str, Any]) -> None:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{key}.", value)
+            else:
+                settings[prefix + key] = value
+
+    add("", to_table(config))
+    return settings
+
+
 def to_toml(config: RunConfig) -> str:
     """The complete configuration as TOML: reading it back gives an equal `RunConfig`."""
     lines = []

@@ -4,6 +4,7 @@ Emulated devices are CPU devices that share this machine's cores: they show what
 """
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -53,21 +54,51 @@ def keep_heap() -> None:
 
 
 def join_processes(coordinator: str, process_count: int, process_id: int, timeout_s: int = 60) -> None:
-    """Join a run of several processes (JAX's own runtime; gloo between CPU processes).
+    """Join JAX's own runtime of several processes; `coordinator` is host:port of JAX's service in process 0.
 
-    `coordinator` is host:port of process 0. A process that does not come within `timeout_s` is an error.
+    Between CPU processes collectives go through gloo. Come here only when all processes are known to be there
+    (`processes.join`), for JAX aborts where one is missing.
     """
     import jax
 
-    require(0 <= process_id < process_count, f"--process-id {process_id} must be from 0 to {process_count - 1}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)  # it warns of every proxy variable
+    _keep_standard_output()
     try:
-        jax.distributed.initialize(coordinator, process_count, process_id, initialization_timeout=timeout_s)
+        jax.distributed.initialize(
+            coordinator,
+            process_count,
+            process_id,
+            initialization_timeout=timeout_s,
+            shutdown_timeout_seconds=timeout_s,
+        )
     except Exception as error:
         raise Refused(
-            f"process {process_id} of {process_count} found not all the others at {coordinator} within {timeout_s} s:"
-            f" {str(error).splitlines()[0]}"
+            f"process {process_id} of {process_count} could not join JAX's runtime at {coordinator} within"
+            f" {timeout_s} s: {str(error).splitlines()[0]}"
         ) from None
+
+
+def _keep_standard_output() -> None:
+    """Let only Python write to standard output: gloo announces each of its connections there."""
+    old = sys.stdout
+    old.flush()
+    own = os.dup(1)
+    sys.stdout = open(own, "w", buffering=1 if os.isatty(own) else -1, encoding=old.encoding, errors=old.errors)  # noqa: SIM115
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def require_groups(layout: Layout, count: int) -> None:
+    """Refuse a layout that cannot be laid over `count` processes with as many devices each."""
+    needed = layout.config.device_count
+    require(
+        needed % count == 0,
+        f"layout '{layout.config}' needs {needed} devices, which {count} processes cannot share equally;"
+        f" give --processes one of {', '.join(str(n) for n in range(1, needed + 1) if needed % n == 0)}",
+    )
+    _split_across(tuple(layout.config.degrees[axis] for axis in AXES), count)
 
 
 def make(layout: Layout, devices: Sequence[Any] | None = None) -> Any:
@@ -98,6 +129,27 @@ def make(layout: Layout, devices: Sequence[Any] | None = None) -> Any:
     else:
         grid = mesh_utils.create_device_mesh(shape, devices)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def rings(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """The axes that cover all three dimensions of a TPU torus, each with how many neighbours lie along the first.
+
+    Over such an axis XLA:TPU compiles an all-gather and a reduce-scatter to an all-reduce of the whole array, twice the
+    bytes (v5p, libtpu 0.0.52); over one or two dimensions it does not. So such an axis is crossed in two stages.
+    """
+    if mesh.devices.flat[0].platform != "tpu":
+        return ()
+    found = []
+    for dim, axis in enumerate(mesh.axis_names):
+        line = mesh.devices[tuple(slice(None) if d == dim else 0 for d in range(mesh.devices.ndim))]
+        crossed: set[int] = set()
+        ring = 0
+        for device in line:
+            crossed |= {i for i, at in enumerate(device.coords) if at != line[0].coords[i]}
+            ring += len(crossed) <= 1
+        if len(crossed) == 3:
+            found.append((axis, ring))
+    return tuple(found)
 
 
 def _fast_groups(devices: Sequence[Any]) -> set[tuple[int, int]]:

@@ -2,10 +2,12 @@
 
 import argparse
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 
+from meshwright import __version__, processes
 from meshwright.cli.common import (
     add_config,
     add_devices,
@@ -16,8 +18,9 @@ from meshwright.cli.common import (
     start_devices,
     writable_directory,
 )
-from meshwright.config import RunConfig, load, require
+from meshwright.config import Refused, RunConfig, flat, load, require
 from meshwright.layout import check
+from meshwright.mesh import join_processes, require_groups
 from meshwright.presets import PRESETS, resolve
 from meshwright.train import sources
 from meshwright.train.resume import require_same_run
@@ -34,22 +37,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint, on the same or another layout"
     )
+    several = parser.add_argument_group("several processes (--devices counts those of all)")
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be called by the others")
+    several.add_argument("--processes", metavar="N", type=int, help="how many processes there are")
+    several.add_argument("--process-id", metavar="I", type=int, help="which one this is: 0 to N-1")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    place = place_of(args)
     directory = choose_directory(args)
     config = resumed_config(args, directory) if args.resume else read_config(args)
     writable_directory(directory)
-    check(config, args.devices)
+    layout = check(config, args.devices)
+    count = 1 if place is None else place.count
+    require_groups(layout, count)
     require_data(config)
-    start_devices(config.layout.device_count)
+    if place is None:
+        start_devices(config.layout.device_count)
+        return _train(args, config, directory)
+    crew = processes.join(place, asked_of(args, config), told(place, directory))
+    try:
+        start_devices(config.layout.device_count // count)
+        join_processes(crew.told["runtime"], place.count, place.index)
+        status = _train(args, config, Path(crew.told["directory"]), crew)
+    except Refused as refusal:
+        crew.abandon(str(refusal), 2)
+    except KeyboardInterrupt as interrupt:
+        crew.abandon(str(interrupt) or "interrupted", 130)
+    except Exception as error:
+        crew.abandon(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 1)
+    crew.leave()
+    return status
+
+
+def _train(args: argparse.Namespace, config: RunConfig, directory: Path, crew: processes.Crew | None = None) -> int:
     from meshwright.train.loop import train  # imports JAX, whose devices are now set
 
-    facts = train(config, directory, Console(stderr=args.json), args.resume)
-    if args.json:
+    writes = crew is None or crew.place.index == 0
+    console = Console(stderr=args.json, quiet=not writes)
+    facts = train(config, directory, console, args.resume, *([crew.agree] if crew else []))
+    if args.json and writes:
         print_json({"run_directory": str(directory), **facts})
     return 0
+
+
+def place_of(args: argparse.Namespace) -> processes.Place | None:
+    """This process's place among several; None where there is one only."""
+    given = (args.coordinator, args.processes, args.process_id)
+    if all(one is None for one in given):
+        return None
+    names = ("--coordinator", "--processes", "--process-id")
+    missing = [name for name, one in zip(names, given, strict=True) if one is None]
+    require(not missing, f"a run of several processes needs {', '.join(names)}; {' and '.join(missing)} missing")
+    return processes.Place(*given)
+
+
+def asked_of(args: argparse.Namespace, config: RunConfig) -> dict[str, str]:
+    """What must be equal on all processes: the whole configuration, and the software."""
+    software = {f"{name} version": version(name) for name in ("jax", "jaxlib")} | {"meshwright version": __version__}
+    return {name: repr(value) for name, value in flat(config).items()} | software | {"--resume": str(args.resume)}
+
+
+def told(place: processes.Place, directory: Path) -> dict[str, str]:
+    """What process 0 decides: the run's directory, and where JAX's own service is."""
+    if place.index:
+        return {}
+    host, _ = place.address
+    return {"directory": str(directory.absolute()), "runtime": f"{host}:{processes.free_port(host)}"}
 
 
 def resumed_config(args: argparse.Namespace, directory: Path) -> RunConfig:

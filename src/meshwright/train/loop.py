@@ -27,15 +27,23 @@ from meshwright.train.step import eval_step, objective_of, own_rows, put_batch, 
 Tree = Any
 
 
-def train(config: RunConfig, directory: Path, console: Any, resumed: bool = False) -> dict[str, Any]:
+def train(
+    config: RunConfig,
+    directory: Path,
+    console: Any,
+    resumed: bool = False,
+    agree: Callable[[str, str], None] = lambda what, value: None,
+) -> dict[str, Any]:
     """Train `config`, write the run into `directory` and return its facts (run.json).
 
-    Nothing is written before the data are ready, the layout is placed on devices and the programs are traced.
+    `agree` refuses where another process of this run has another value (`processes.Crew.agree`). Nothing is written before
+    the data are ready, the layout is placed on devices and the programs are traced.
     """
     layout = check(config)
     screen = record.Screen(console)
     data = prepare(config, screen.say)
     described = data.describe()
+    agree("data with the fingerprint", str(described.get("fingerprint")))
     if resumed:
         resume.require_same_data(directory, described)
     run = Run.of(config, layout, mesh.make(layout))

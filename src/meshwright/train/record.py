@@ -168,12 +168,16 @@ def _tensorboard(directory: Path) -> Any:
     return SummaryWriter(str(directory / "tensorboard"))
 
 
+SKIPS_SHOWN = 3
+"""Skipped steps that get a line each; they are counted at the end."""
+
+
 class Screen:
     """The run as text on a console (a quiet one on every process but the first)."""
 
     def __init__(self, console: Console):
         self.console = console
-        self._is_text = True
+        self._is_text, self.skipped = True, 0
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
@@ -211,8 +215,9 @@ class Screen:
             def advance(row: dict[str, Any]) -> None:
                 text = describe(row, unit)
                 bar.update(task, completed=row["step"], description=text)
+                self.skipped += row["skipped"]
                 plain = not self.console.is_terminal and (row["step"] % every == 0 or row["step"] in (first + 1, last))
-                if plain or row["skipped"]:
+                if plain or (row["skipped"] and self.skipped <= SKIPS_SHOWN):
                     self.say(f"step {row['step']:>5}/{last}  {text}")
 
             yield advance
@@ -228,6 +233,10 @@ class Screen:
         """The sample after training, the figures, and where everything is."""
         self.show_sample(records)
         facts = records.facts
+        if self.skipped:
+            self.say(
+                f"{self.skipped} steps were skipped: the loss or the gradient norm was not finite; try a lower optim.lr"
+            )
         what, unit = ("loss", " nats") if self._is_text else ("squared error", "")
         for text, name in (
             (f"held-out {what} before training", "eval_loss_before"),
@@ -242,4 +251,4 @@ class Screen:
 def describe(row: dict[str, Any], unit: str = "tokens") -> str:
     """A step's figures in one line."""
     text = f"loss {row['loss']:.3f}  norm {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} {unit}/s"
-    return text + ("  SKIPPED: the gradient norm is not finite" if row["skipped"] else "")
+    return text + ("  skipped: not finite" if row["skipped"] else "")

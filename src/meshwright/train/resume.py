@@ -8,10 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Refused, RunConfig, require, to_table
+from meshwright.config import Refused, RunConfig, flat, require
 
 FREE = {
-    "layout": None,  # all of it
     "data": {"paths", "tokenizer"},  # their content counts: `require_same_data`
     "optim": {"offload"},
     "train": {
@@ -29,7 +28,7 @@ FREE = {
         "tensorboard",
     },
 }
-"""Settings that a resume may change, by section."""
+"""Settings that a resume may change, by section, besides all of [layout]."""
 
 
 def differences(recorded: RunConfig, config: RunConfig) -> list[str]:
@@ -43,20 +42,13 @@ def differences(recorded: RunConfig, config: RunConfig) -> list[str]:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    flat = {"batch in sequences (train.batch_sequences or train.batch_tokens)": config.train.sequences}
+    batch = {"batch in sequences (train.batch_sequences or train.batch_tokens)": config.train.sequences}
+    return batch | {name: value for name, value in flat(config).items() if not _is_free(name)}
 
-    def add(prefix: str, table: dict[str, Any]) -> None:
-        for key, value in table.items():
-            if isinstance(value, dict):
-                add(f"{prefix}{key}.", value)
-            else:
-                flat[prefix + key] = value
 
-    for section, table in to_table(config).items():
-        free = FREE.get(section, set())
-        if free is not None:
-            add(f"{section}.", {key: value for key, value in table.items() if key not in free})
-    return flat
+def _is_free(name: str) -> bool:
+    section, key = name.split(".", 1)
+    return section == "layout" or key in FREE.get(section, ())
 
 
 def require_same_run(directory: Path, recorded: RunConfig, config: RunConfig) -> None:
