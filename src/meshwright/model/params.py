@@ -2,7 +2,7 @@
 
 A leaf's letters say its shape, its layout (`layout.py`) and how its gradient is reduced; nothing else does.
 Initial values follow GPT-2 (Radford et al. 2019): normal, 0.02, and 0.02 / sqrt(2 L) for what writes to the residual
-stream; norms start at one, biases at zero. The regression networks start at normal / sqrt(fan-in).
+stream; norms start at one, biases at zero. The regression networks start at normal / sqrt(fan-in) in place of 0.02.
 """
 
 import math
@@ -105,7 +105,6 @@ def _global_index(local_size: int, axes: tuple[str, ...], dim: int, rank: int) -
 
 
 def _deviation(path: str, model: ModelConfig) -> float:
-    if not model.is_language_model:
-        return 1 / math.sqrt(model.sizes[letters_of(path)[1]])
-    writes_residual = path.endswith(("out_LNHD", "down_LFD"))
-    return 0.02 / math.sqrt(2 * model.layers) if writes_residual else 0.02
+    writes_residual = path.endswith(("out_LNHD", "down_LFD")) and model.family != "ffn"
+    deviation = 0.02 if model.is_language_model else 1 / math.sqrt(model.sizes[letters_of(path)[1]])
+    return deviation / math.sqrt(2 * model.layers) if writes_residual else deviation
