@@ -162,7 +162,7 @@ class Engine:
             copy_transposed=platform == "cpu",
             flat_matmuls=platform != "tpu",
             settle_gradients=platform == "tpu",
-            sort_rows=platform == "gpu",
+            sort_rows=platform == "gpu" or (platform == "tpu" and layout.config.microbatches > 1),
         )
 
     @property

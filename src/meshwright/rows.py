@@ -4,7 +4,8 @@ A scatter adds each use into the table's gradient: the fastest on CPU. The other
 uses of a row together, a matmul with a mask of equals adds them up within blocks, a scan carries runs from block to
 block, and each row of the table reads its own sum. It adds in the same order every time, which the atomic additions of
 XLA:GPU do not; those were also up to 450 times slower where a row is used often (jaxlib 0.10.2 to 0.11.0,
-openxla/xla#46225), and XLA:TPU miscompiled scatters accumulated in a loop (0.11.2, openxla/xla#49143).
+openxla/xla#46225). XLA:TPU moved the sums over devices of scatters out of a loop, and got them wrong (0.11.2,
+openxla/xla#49143): with microbatches the second form is taken there too.
 """
 
 import functools
