@@ -5,6 +5,7 @@ Nothing here imports JAX, so a wrong configuration is refused in milliseconds.
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -519,4 +520,5 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
         return int(value)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     require(type(value) is kind, f"{name}={value!r} must be {words[kind]}")
+    require(kind is not float or math.isfinite(value), f"{name}={value!r} must be finite")
     return value
