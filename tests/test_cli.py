@@ -51,6 +51,7 @@ BAD = [
     (["train", "llama-demo", "--set", "optm.lr=1"], "'optim'"),
     (["train", "llama-demo", "--set", "optim.lr=fast"], "a number"),
     (["train", "llama-demo", "--set", "optim.lr=nan"], "optim.lr"),
+    (["train", "llama-demo", "--set", "optim.lr=inf"], "finite"),
     (["train", "llama-demo", "--set", "train.remat=ful"], "none, full, save:NAMES"),
     (["train", "llama-demo", "--set", "train.sequence_length=101", "--layout", "tensor=2"], "train.sequence_length"),
     (["train", "llama-demo", "--set", "model.kv_heads=3"], "kv_heads=3"),
