@@ -144,6 +144,9 @@ class _Line:
         self._connection, self._unread = connection, b""
         self._sending = threading.Lock()
 
+    def close(self) -> None:
+        self._connection.close()
+
     def send(self, **message: Any) -> None:
         """Send; to one who has left, nothing."""
         with self._sending, contextlib.suppress(OSError):
@@ -194,6 +197,7 @@ def _gathered(place: Place, asked: dict[str, str], told: dict[str, Any], come_s:
             end = time.monotonic() + come_s
             while len(lines) < place.count - 1:
                 listener.settimeout(max(end - time.monotonic(), 0.001))
+                line = None
                 try:
                     line = _Line(listener.accept()[0])
                     hello = line.receive(max(min(end - time.monotonic(), 5), 0.001))
@@ -201,7 +205,10 @@ def _gathered(place: Place, asked: dict[str, str], told: dict[str, Any], come_s:
                     hello = None
                 if hello and "process" in hello:
                     _admit(place, asked, lines, hello, line)
-                elif time.monotonic() >= end:
+                    continue
+                if line is not None:
+                    line.close()
+                if time.monotonic() >= end:
                     missing = [i for i in range(1, place.count) if i not in lines]
                     raise Refused(
                         f"{_processes(missing)} of {place.count} did not come to {place.coordinator} within"
@@ -211,6 +218,7 @@ def _gathered(place: Place, asked: dict[str, str], told: dict[str, Any], come_s:
     except Refused as refusal:
         for line in lines.values():
             line.send(refused=str(refusal))
+            line.close()
         raise
     for line in lines.values():
         line.send(told=told)
@@ -235,6 +243,8 @@ def _admit(place: Place, asked: dict[str, str], lines: dict[int, _Line], hello: 
     )
     if problem:
         line.send(refused=problem)
+        if twice:
+            line.close()
         raise Refused(problem)
 
 
@@ -280,9 +290,10 @@ def _called(place: Place, asked: dict[str, str], come_s: float, silent_s: float)
         answer = line.receive(come_s + 5)
     except TimeoutError:
         answer = None
-    require(answer is not None, f"process 0 at {place.coordinator} left before all {place.count} processes had come")
-    assert answer is not None
-    require("refused" not in answer, str(answer.get("refused")))
+    if answer is None or "told" not in answer:
+        line.close()
+        left = f"process 0 at {place.coordinator} left before all {place.count} processes had come"
+        raise Refused(left if answer is None else str(answer.get("refused")))
     return Crew(place, answer["told"], {0: line}, silent_s)
 
 
