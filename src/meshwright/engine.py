@@ -83,7 +83,6 @@ def _narrowed(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return (lax.reduce_precision(w, info.nexp, info.nmant) if info.bits < jnp.finfo(w.dtype).bits else w).astype(dtype)
 
 
-@jax.custom_vjp
 def settle(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The arrays, whose gradients the compiler finishes together before it goes on.
 
