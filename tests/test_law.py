@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import ModelConfig, Refused, RunConfig, TrainConfig, parse_layout
-from meshwright.engine import Engine
 from meshwright.layout import check, legal_layouts
 from meshwright.verify import parity
 from meshwright.verify.parity import Verifier
@@ -79,8 +78,8 @@ LOW_PRECISION = {"llama": ("data=2 fsdp=2 tensor=2", "tensor=6 microbatches=2"),
 
 
 @functools.cache
-def verifier(name: str, dtype: str = "float64") -> Verifier:
-    return Verifier(CONFIGS[name], dtype)
+def verifier(name: str, dtype: str = "float64", form: str = "") -> Verifier:
+    return Verifier(CONFIGS[name], dtype, form)
 
 
 def ids(rows: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
@@ -139,13 +138,11 @@ def test_chunks_of_the_loss_change_nothing():
     require_equal(changed("llama", loss_chunk_tokens=17)(parse_layout("data=2 tensor=2")))
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2 tensor=2", "tensor=6 sequence_parallel=false"])
-def test_the_form_for_accelerators_is_equal_too(layout, monkeypatch):
-    """A loop over layers instead of a copy of each, whole einsums instead of flat matmuls, layers recomputed."""
-    of_cpu = Engine.of
-    form = {"unroll_layers": False, "copy_transposed": False, "flat_matmuls": False}
-    monkeypatch.setattr(Engine, "of", lambda *args: replace(of_cpu(*args), **form))
-    require_equal(changed("llama", remat="full")(parse_layout(layout)))
+@pytest.mark.parametrize("layout", ["fsdp=4 tensor=2", "tensor=6 sequence_parallel=false microbatches=2"])
+@pytest.mark.parametrize("form", ["tpu", "gpu"])
+def test_the_form_for_accelerators_is_equal_too(form, layout):
+    """Other loops, matmuls, gathers and look-ups than on CPU, and layers recomputed."""
+    require_equal(verifier("llama", "float64", form)(parse_layout(layout)))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from meshwright.config import LayoutConfig, Refused, RunConfig, parse_layout, re
 from meshwright.layout import check, legal_layouts
 from meshwright.verify.sizes import reduced, sizes_text
 
+FORMS = ("cpu", "tpu", "gpu")
 DTYPES = ("float64", "float32", "bfloat16")
 VERDICTS = ("equal", "differs", "refused")
 
@@ -31,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, metavar="DTYPE", default="float64", help=f"one of {', '.join(DTYPES)}"
+    )
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        metavar="PLATFORM",
+        default="",
+        help=f"run the form of the program that {', '.join(FORMS)} would run, on any devices (default: that of the devices)",
     )
     parser.add_argument(
         "--plant",
@@ -88,7 +96,9 @@ def _verify(
             if result.verdict == "differs":
                 progress.console.print(f"[bold red]differs[/] {result.layout}")
 
-        return [asdict(result) for result in verify(config, layouts, args.dtype, done, plant=args.plant)]
+        return [
+            asdict(result) for result in verify(config, layouts, args.dtype, done, form=args.form, plant=args.plant)
+        ]
 
 
 def exit_status(counts: dict[str, int]) -> int:

@@ -86,9 +86,8 @@ def points(config: RunConfig) -> dict[str, str]:
 
 def watch(case: Case, layout: LayoutConfig, batch: Tree) -> Watched:
     """Run one forward and backward pass of the whole batch on `layout` with every named array watched."""
-    config = replace(case.config, layout=layout)
-    checked = check(config)
-    run = Run.of(config, checked, mesh.make(checked))
+    run = parity.run_of(case, layout)
+    config, checked = run.config, run.layout
     objective, letters = step.objective_of(run), points(config)
     probe_specs = {path: partition(checked.activation(word)) for path, word in letters.items()}
     everywhere = PartitionSpec(AXES)

@@ -174,7 +174,7 @@ def _summed_over_tensor_too(right: Any) -> Any:
 
 
 def _averaged_zero3(right: Any) -> Any:
-    def gather_weight(w: jax.Array, axes: Axes, dim: int, compute: Any, reduce: Any) -> jax.Array:
+    def gather_weight(w: jax.Array, axes: Axes, dim: int, compute: Any, reduce: Any, ring: int = 0) -> jax.Array:
         whole = right(w, axes, dim, compute, reduce)
         n = math.prod(lax.axis_size(axis) for axis in axes)
         return whole / n + lax.stop_gradient(whole - whole / n)

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright import mesh
 from meshwright.config import LayoutConfig, Refused, RunConfig
+from meshwright.engine import Engine
 from meshwright.layout import check, letters_of
 from meshwright.model import params as parameters
 from meshwright.train import optim, step
@@ -185,10 +186,20 @@ def loss_and_gradient(case: Case, layout: LayoutConfig, batch: Tree) -> tuple[fl
     return float(metrics["loss"]), _unclipped(case, state, metrics)
 
 
-def _probe(case: Case, layout: LayoutConfig) -> _Probe:
+def run_of(case: Case, layout: LayoutConfig) -> Run:
+    """`case` on the first devices that `layout` needs, in its form (with the attention that runs anywhere)."""
     config = replace(case.config, layout=layout)
     checked = check(config)
     run = Run.of(config, checked, mesh.make(checked))
+    if case.form in ("", run.platform):
+        return run
+    engine = Engine.of(checked, config.train, case.form, config.data.packing)
+    two_stages = {"rings": (("fsdp", layout.fsdp // 2),)} if case.form == "tpu" and layout.fsdp in (4, 8) else {}
+    return replace(run, engine=replace(engine, kernel="blockwise", **two_stages))
+
+
+def _probe(case: Case, layout: LayoutConfig) -> _Probe:
+    run = run_of(case, layout)
     return _Probe(run.config, run.layout, run.engine, run.mesh, case.sgd_scale)
 
 
@@ -344,12 +355,12 @@ def leaf_equality(a: Tree, b: Tree) -> dict[str, bool]:
 class Verifier:
     """Everything that the layouts of one configuration are held against, in one dtype.
 
-    The sizes are those of `config`: reduce them first (`sizes.reduced`) where they are large.
+    The sizes are those of `config`: reduce them first (`sizes.reduced`) where they are large. `form`: see `Case.form`.
     """
 
-    def __init__(self, config: RunConfig, dtype: str):
+    def __init__(self, config: RunConfig, dtype: str, form: str = ""):
         with jax.enable_x64(True):
-            self.dtype, self.oracle, self.limit = dtype, reference.Reference(config, dtype), bound(config, dtype)
+            self.oracle, self.limit = reference.Reference(config, dtype, form), bound(config, dtype)
             self.case = self.oracle.case
             self.initial = initial_weights(self.case)
         model = config.model
@@ -394,6 +405,5 @@ class Verifier:
 
 def initial_weights(case: Case) -> Tree:
     """The initial weights that one device makes, without padding."""
-    config = replace(case.config, layout=LayoutConfig())
-    run = Run.of(config, check(config), mesh.make(check(config)))
-    return trimmed(config.model, compile_fast(run, jax.jit(run.initial_state))()["params"])
+    run = run_of(case, LayoutConfig())
+    return trimmed(case.config.model, compile_fast(run, jax.jit(run.initial_state))()["params"])

@@ -28,6 +28,8 @@ class Case:
 
     config: RunConfig
     params: Tree
+    form: str
+    """The platform whose form of the program runs (`cpu`, `tpu`, `gpu`), whatever the devices are; empty: their own."""
     sgd_scale: float
     """SGD's rate as a multiple of AdamW's, so that its step changes the weights by about a tenth of their size."""
 
@@ -44,7 +46,7 @@ class Expected:
     evaluation: float
 
 
-def case_of(config: RunConfig, dtype: str) -> Case:
+def case_of(config: RunConfig, dtype: str, form: str = "") -> Case:
     """The case that verifies `config` in `dtype`: its model and settings, hard weights, clipping that acts.
 
     Dropout is turned off: the oracle has none (`parity` holds dropout against one device of the engine itself).
@@ -58,7 +60,8 @@ def case_of(config: RunConfig, dtype: str) -> Case:
     moments = "float64" if dtype == "float64" else "float32"
     chunk = min(config.train.loss_chunk_tokens, max(1, 5 * config.train.sequence_length // 3))
     model = replace(config.model, dropout_embedding=0.0, dropout_attention=0.0, dropout_residual=0.0)
-    train = replace(config.train, loss_chunk_tokens=chunk, **precision)
+    remat = "full" if config.train.remat == "auto" and form in ("tpu", "gpu") else config.train.remat
+    train = replace(config.train, loss_chunk_tokens=chunk, remat=remat, **precision)
     params = cases.hard_params(model, parameters.names(model))
     params = jax.tree.map(lambda a: a.astype(np.dtype(train.param_dtype)).astype(np.float64), params)
     batch = cases.hard_batch(config)
@@ -81,14 +84,14 @@ def case_of(config: RunConfig, dtype: str) -> Case:
     )
     step_size = 0.1 * _root_of_squares(params) / size**0.5
     scale = step_size / deviation / ADAM_RATE
-    return Case(replace(config, model=model, train=train, optim=optim, layout=LayoutConfig()), params, scale)
+    return Case(replace(config, model=model, train=train, optim=optim, layout=LayoutConfig()), params, form, scale)
 
 
 class Reference:
     """One device's results for one configuration and dtype, computed once for each batch that layouts ask for."""
 
-    def __init__(self, config: RunConfig, dtype: str):
-        self.case = case_of(config, dtype)
+    def __init__(self, config: RunConfig, dtype: str, form: str = ""):
+        self.case = case_of(config, dtype, form)
         self.config = config
         self._by_batch: dict[bytes, Expected] = {}
 

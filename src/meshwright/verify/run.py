@@ -16,15 +16,17 @@ def verify(
     dtype: str = "float64",
     progress: Callable[[Result], None] = lambda result: None,
     *,
+    form: str = "",
     located: int = 3,
     plant: str = "",
 ) -> tuple[Result, ...]:
     """Each layout against one device, in order; `progress` is given each result as it comes.
 
-    The first `located` results that differ also say where (`Result.where`). `plant` names a fault to run with
+    `form`: the platform whose form of the program runs, whatever the devices are (`cpu`, `tpu`, `gpu`; empty: their
+    own). The first `located` results that differ also say where (`Result.where`). `plant` names a fault to run with
     (`faults.FAULTS`). A layout that cannot run is a result with verdict `refused`; nothing else raises.
     """
-    verifier = Verifier(config, dtype)
+    verifier = Verifier(config, dtype, form)
     bisector = Bisector(verifier)
     results: list[Result] = []
     with contextlib.ExitStack() as stack:
