@@ -56,18 +56,42 @@ def max_over(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pmax(vary(lax.stop_gradient(x), axes), axes) if axes else lax.stop_gradient(x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gather_weight(w: jax.Array, axes: Axes, dim: int, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
-    """A whole weight from its ZeRO shards, moved in `compute`; its gradient is summed in `reduce` back onto the shards."""
-    return gather(_narrowed(w, compute), axes, dim)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def gather_weight(
+    w: jax.Array, axes: Axes, dim: int, compute: jnp.dtype, reduce: jnp.dtype, ring: int = 0
+) -> jax.Array:
+    """A whole weight from its ZeRO shards, moved in `compute`; its gradient is summed in `reduce` back onto the shards.
+
+    `ring`: in two stages, within each `ring` neighbours along the one axis and then across, where `mesh.rings` says so.
+    """
+    w = _narrowed(w, compute)
+    if not ring:
+        return gather(w, axes, dim)
+    near, far = _stages(axes, ring)
+    w = lax.all_gather(w, axes[0], axis=dim, tiled=True, axis_index_groups=near)
+    return lax.all_gather(w, axes[0], axis=dim, tiled=True, axis_index_groups=far)
 
 
-def _gather_weight_fwd(w, axes, dim, compute, reduce):
-    return gather_weight(w, axes, dim, compute, reduce), jnp.zeros((0,), w.dtype)
+def _gather_weight_fwd(w, axes, dim, compute, reduce, ring):
+    return gather_weight(w, axes, dim, compute, reduce, ring), jnp.zeros((0,), w.dtype)
 
 
-def _gather_weight_bwd(axes, dim, compute, reduce, empty, gradient):
-    return (scatter_sum(gradient.astype(reduce), axes, dim).astype(empty.dtype),)
+def _gather_weight_bwd(axes, dim, compute, reduce, ring, empty, gradient):
+    gradient = gradient.astype(reduce)
+    if not ring:
+        return (scatter_sum(gradient, axes, dim).astype(empty.dtype),)
+    gradient = vary(gradient, axes)
+    for groups in reversed(_stages(axes, ring)):
+        gradient = lax.psum_scatter(gradient, axes[0], scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+    return (gradient.astype(empty.dtype),)
+
+
+def _stages(axes: Axes, ring: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The groups of places along one axis: `ring` neighbours each, and those at the same place of every ring."""
+    (axis,) = axes
+    places = range(lax.axis_size(axis))
+    near = [list(places[start : start + ring]) for start in places[::ring]]
+    return near, [list(group) for group in zip(*near, strict=True)]
 
 
 gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
@@ -146,6 +170,8 @@ class Engine:
     """Whether the gradients of a contraction are finished before the backward pass goes on (`settle`)."""
     sort_rows: bool = False
     """Whether the gradient of a look-up is added up by a sort (`rows`)."""
+    rings: tuple[tuple[str, int], ...] = ()
+    """Axes along which weights are gathered in two stages, and how many neighbours make the first (`mesh.rings`)."""
     observe: Callable[[str, str, jax.Array], jax.Array] | None = None
     """Called with the path, letters and value of every named array; its answer takes the array's place (for `verify`)."""
     path: str = ""
@@ -208,7 +234,7 @@ class Engine:
 
     def _moved_weight(self, w: jax.Array, letters: str, plan: Moves) -> jax.Array:
         for letter, axes in plan.gather_w:
-            w = gather_weight(w, axes, letters.index(letter), self.compute_dtype, self.reduce_dtype)
+            w = self._gathered(w, axes, letters.index(letter))
         w = w.astype(self.compute_dtype)
         for letter, _ in plan.slice_w:
             w = self._own_heads(w, letters.index(letter))
@@ -225,10 +251,14 @@ class Engine:
         b = b.astype(self.compute_dtype)
         return self._own_heads(b, letters.index("K")) if "K" in letters and self.layout.kv_replicated else b
 
+    def _gathered(self, w: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        ring = dict(self.rings).get(axes[0], 0) if len(axes) == 1 else 0
+        return gather_weight(w, axes, dim, self.compute_dtype, self.reduce_dtype, ring)
+
     def whole_weight(self, w: jax.Array, letters: str) -> jax.Array:
         """A weight with its ZeRO shards gathered, in the compute dtype (for loss and look-up, which are no einsum)."""
         for dim, axes in enumerate(self.zero_axes(letters)):
-            w = gather_weight(w, axes, dim, self.compute_dtype, self.reduce_dtype) if axes else w
+            w = self._gathered(w, axes, dim) if axes else w
         return w.astype(self.compute_dtype)
 
     def zero_axes(self, letters: str) -> Spec:

@@ -46,7 +46,7 @@ class CrossEntropy:
         return _loss_sum(self, whole, vary(x_MTD, axes), leaf, targets_MT, mask_MT)
 
     def chunk(self, x_TD, head_DV, target_T, mask_T):
-        """The summed loss of a chunk, and its gradients by x and by the head (for a cotangent of one)."""
+        """The summed loss of a chunk, and its gradients by x and by the logits (for a cotangent of one)."""
         engine = self.engine
         axes, v_true, dtype = engine.layout.live("tensor"), engine.layout.model.vocab_size, engine.logits_dtype
         v = head_DV.shape[1]
@@ -72,9 +72,11 @@ class CrossEntropy:
         if s:
             dz_TV -= jnp.where(real_V, s / v_true * weight_T[:, None], 0)
         dz_TV = dz_TV.astype(x_TD.dtype)
-        dx_TD = jnp.matmul(dz_TV, head_DV.T)
-        dhead_DV = jnp.matmul(x_TD.T, dz_TV, preferred_element_type=engine.wide_dtype)
-        return (loss_T * weight_T).sum(), dx_TD, dhead_DV
+        return (loss_T * weight_T).sum(), jnp.matmul(dz_TV, head_DV.T), dz_TV
+
+    def head_gradient(self, x_TD, dz_TV):
+        """dhead_DV of some tokens, in float32 or wider."""
+        return jnp.matmul(x_TD.T, dz_TV, preferred_element_type=self.engine.wide_dtype)
 
 
 def _chunks(a: jax.Array, count: int, chunk: int) -> jax.Array:
@@ -90,28 +92,36 @@ def _loss_sum(loss: CrossEntropy, whole: Whole, x_MTD, leaf, targets_MT, mask_MT
 
 
 def _forward(loss, whole, x_MTD, leaf, targets_MT, mask_MT):
+    """The loss, and its gradients by x and by the leaf.
+
+    The gradient by the head is a sum over all tokens. It is added up in float32, a chunk at a time, or, where that takes
+    less memory (bfloat16 of [tokens, V] and float32 of [D, V]), made at the end from every chunk's gradient by the logits.
+    """
     head_DV, onto_leaf = jax.vjp(whole, leaf)
-    axes = tuple(varying(x_MTD) | varying(head_DV))
+    count, chunk, d = x_MTD.shape
+    at_end = count * chunk * head_DV.dtype.itemsize <= d * loss.engine.wide_dtype.itemsize
     own = tuple(varying(x_MTD) - set(loss.engine.layout.live("tensor")))
 
     def one(carry, chunk):
         total, dhead_DV = carry
-        loss_sum, dx_TD, more_DV = loss.chunk(chunk[0], head_DV, *chunk[1:])
-        return (total + vary(loss_sum, own), dhead_DV + more_DV), dx_TD
+        loss_sum, dx_TD, dz_TV = loss.chunk(chunk[0], head_DV, *chunk[1:])
+        if not at_end:
+            dhead_DV += loss.head_gradient(chunk[0], dz_TV)
+        return (total + vary(loss_sum, own), dhead_DV), (dx_TD, dz_TV if at_end else None)
 
-    if x_MTD.shape[0] == 1:
-        total, dx_TD, dhead_DV = loss.chunk(x_MTD[0], head_DV, targets_MT[0], mask_MT[0])
-        dx_MTD = dx_TD[None]
+    total = vary(jnp.zeros((), loss.engine.logits_dtype), own)
+    dhead_DV = jnp.zeros((0,) if at_end else head_DV.shape, loss.engine.wide_dtype)
+    carry = total, vary(dhead_DV, tuple(varying(x_MTD) | varying(head_DV)))
+    if count == 1:
+        (total, dhead_DV), (dx_TD, dz_TV) = one(carry, (x_MTD[0], targets_MT[0], mask_MT[0]))
+        dx_MTD, dz_MTV = dx_TD[None], dz_TV
     else:
-        zero = (
-            vary(jnp.zeros((), loss.engine.logits_dtype), own),
-            vary(jnp.zeros(head_DV.shape, loss.engine.wide_dtype), axes),
-        )
-        (total, dhead_DV), dx_MTD = lax.scan(one, zero, (x_MTD, targets_MT, mask_MT))
+        (total, dhead_DV), (dx_MTD, dz_MTV) = lax.scan(one, carry, (x_MTD, targets_MT, mask_MT))
+    if at_end:
+        dhead_DV = loss.head_gradient(x_MTD.reshape(-1, d), dz_MTV.reshape(-1, head_DV.shape[1]))
     (dleaf,) = onto_leaf(dhead_DV.astype(head_DV.dtype))
-    return total, lax.optimization_barrier(
-        (dx_MTD, dleaf)
-    )  # so that the whole dhead_DV is gone before the layers' turn
+    # the whole dhead_DV is gone before the layers' turn
+    return total, lax.optimization_barrier((dx_MTD, dleaf))
 
 
 def _backward(loss, whole, saved, gradient):

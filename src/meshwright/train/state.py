@@ -1,6 +1,6 @@
 """The state of a run and where each part of it lies: parameters, the optimiser's state, the number of steps done."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.config import LayoutConfig, RunConfig
 from meshwright.engine import Engine
 from meshwright.layout import Layout, Spec, letters_of
+from meshwright.mesh import rings
 from meshwright.model import params as parameters
 from meshwright.parallel import accumulate
 from meshwright.train import optim
@@ -30,7 +31,8 @@ class Run:
     @classmethod
     def of(cls, config: RunConfig, layout: Layout, mesh: Mesh) -> "Run":
         platform = mesh.devices.flat[0].platform
-        return cls(config, layout, Engine.of(layout, config.train, platform, config.data.packing), mesh)
+        engine = Engine.of(layout, config.train, platform, config.data.packing)
+        return cls(config, layout, replace(engine, rings=rings(mesh)), mesh)
 
     @property
     def platform(self) -> str:
