@@ -69,6 +69,20 @@ def test_every_planted_fault_is_found_and_named(name):
         assert place.at in place.sentence
 
 
+def test_a_program_that_does_not_run_is_a_finding(monkeypatch):
+    from meshwright.parallel import accumulate
+
+    def broken(*_):
+        raise TypeError("operands of different types\nat length")
+
+    find = bisector(config_for(faults.named("missing-tensor-sum")))
+    monkeypatch.setattr(accumulate, "reduce", broken)
+    result = find.verifier(parse_layout("data=2"))
+    assert result.verdict == "differs"
+    assert result.reason == "the program does not run: TypeError: operands of different types"
+    assert find(parse_layout("data=2"), result).kind == "program"
+
+
 def test_nothing_stays_planted():
     fault = faults.named("missing-tensor-sum")
     find = bisector(config_for(fault))
@@ -97,7 +111,7 @@ def test_a_model_that_is_wrong_on_one_device_is_told_apart(monkeypatch):
     right = llama.rms_norm
     monkeypatch.setattr(llama, "rms_norm", lambda x_BTD, scale_D, eps: right(x_BTD, scale_D, 10 * eps))
     faults._forget()
-    find = Bisector(Verifier(config_for(faults.named("missing-tensor-sum")), "float64"))
+    find = Bisector(Verifier(RunConfig(replace(FAMILIES["llama"], layers=1), train=TRAIN), "float64"))
     result = find.verifier(parse_layout("data=2"))
     assert result.verdict == "differs"
     assert find(parse_layout("data=2"), result).kind == "model"
@@ -154,7 +168,7 @@ def test_small_sizes_stay_as_they_are():
 
 # ---- the command -----------------------------------------------------------------------------------------
 
-TINY = ["model.layers=2", "model.d_model=16", "model.d_ff=32", "train.batch_sequences=4", "train.sequence_length=8"]
+TINY = ["model.layers=1", "model.d_model=16", "model.d_ff=32", "train.batch_sequences=4", "train.sequence_length=8"]
 SMALL = [word for setting in TINY for word in ("--set", setting)]
 
 
@@ -186,6 +200,6 @@ def test_an_unknown_fault_is_refused_with_the_list(capsys):
 
 
 def test_dropout_is_verified_where_it_is_configured():
-    config = RunConfig(replace(FAMILIES["llama"], dropout_residual=0.2), train=TRAIN)
+    config = RunConfig(replace(FAMILIES["llama"], layers=1, dropout_residual=0.2), train=TRAIN)
     (result,) = run.verify(config, [parse_layout("data=2 tensor=2")])
     assert result.verdict == "equal", result.reason

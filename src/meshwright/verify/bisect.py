@@ -186,6 +186,8 @@ class Bisector:
 
     def __call__(self, layout: LayoutConfig, result: Result) -> Place:
         """Where the layout of a `result` that differs first leaves one device, and one sentence that says it."""
+        if "program" in result.failed:
+            return Place("program", "program", result.reason)
         if "initial" in result.failed:
             at = result.reason.split()[1]
             return Place("initial", at, f"the initial weights depend on the layout, first {at}")

@@ -77,7 +77,7 @@ class Result:
     """After one SGD step or after five AdamW steps, whichever is worse."""
     eval_rel_err: float | None = None
     failed: tuple[str, ...] = ()
-    """Which checks failed: initial, copies, padding, loss, gradient, norm, sgd, adam, evaluation, dropout."""
+    """Which checks failed: initial, copies, padding, loss, gradient, norm, sgd, adam, evaluation, dropout; or program."""
     grad_leaves: tuple[str, ...] = ()
     """The leaves whose gradients differ, worst first."""
     param_leaves: tuple[str, ...] = ()
@@ -369,19 +369,24 @@ class Verifier:
         self._dropped: dict[bytes, tuple[float, Tree]] = {}
 
     def __call__(self, layout: LayoutConfig) -> Result:
-        """One layout against the oracle; verdict `refused` where it is not legal."""
+        """One layout against the oracle; verdict `refused` where it is not legal, `differs` where it does not run."""
         begin = perf_counter()
         try:
-            check(replace(self.case.config, layout=layout))
+            result = self._verified(layout)
         except Refused as refusal:
-            return Result(str(layout), "refused", str(refusal))
+            result = Result(str(layout), "refused", str(refusal))
+        except Exception as error:  # whatever stops a program that `check` lets through is a finding, beside the others
+            reason = f"the program does not run: {type(error).__name__}: {str(error).splitlines()[0]}"
+            result = Result(str(layout), "differs", reason, failed=("program",))
+        return replace(result, seconds=perf_counter() - begin)
+
+    def _verified(self, layout: LayoutConfig) -> Result:
+        check(replace(self.case.config, layout=layout))
         with jax.enable_x64(True):
             batch = self.oracle.batch(layout)
             observed = observe(self.case, layout, batch)
             result = compare(layout, observed, self.oracle.expected(batch), self.initial, self.limit)
-            if self.dropout_case:
-                result = self._with_dropout(layout, batch, result)
-        return replace(result, seconds=perf_counter() - begin)
+            return self._with_dropout(layout, batch, result) if self.dropout_case else result
 
     def _with_dropout(self, layout: LayoutConfig, batch: Tree, result: Result) -> Result:
         """The same with dropout as configured, against one device of the engine itself (the oracle has no dropout)."""
