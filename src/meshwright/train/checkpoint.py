@@ -46,13 +46,20 @@ class Checkpoints:
         if self._opened is None:
             import orbax.checkpoint as ocp
 
+            several = (
+                jax.process_count() > 1
+            )  # they share the writing of what is replicated; one alone would only compile
+            arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=several)
+            handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self.run.config.train.keep_checkpoints,
                 create=True,
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
             )
             self._opened = ocp.CheckpointManager(
-                self.directory, item_handlers=ocp.StandardCheckpointHandler(), options=options
+                self.directory,
+                item_handlers=ocp.PyTreeCheckpointHandler(type_handler_registry=handlers),
+                options=options,
             )
         return self._opened
 
@@ -65,7 +72,7 @@ class Checkpoints:
             return
         self._step = step
         with _written(step):
-            self._manager.save(step, args=ocp.args.StandardSave(_trimmed(self.run, state)))
+            self._manager.save(step, args=ocp.args.PyTreeSave(_trimmed(self.run, state)))
 
     def wait(self) -> None:
         """Until everything is on disk; refuses where it could not be written."""
@@ -99,7 +106,8 @@ class Checkpoints:
         try:
             found = self._manager.item_metadata(step)
             require_same_leaves(step, getattr(found, "tree", found), wanted)
-            state = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+            where = ocp.checkpoint_utils.construct_restore_args(wanted)
+            state = self._manager.restore(step, args=ocp.args.PyTreeRestore(wanted, restore_args=where))
         except Refused:
             raise
         except Exception as error:  # whatever orbax and its storage raise for files that are not as they should be

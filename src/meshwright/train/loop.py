@@ -5,7 +5,7 @@ emulated devices many calls in flight can starve a collective (`mesh.emulate`).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -184,14 +184,16 @@ class Programs:
         self._run, self._data = run, data
         self._letters = objective_of(run).batch_letters
         self._threads = ThreadPoolExecutor(2, "compile")
+        prompt, sample_tokens = self._prompt(), run.config.train.sample_tokens
+        write, kinds = writer(run, len(prompt), sample_tokens, SAMPLING) if prompt is not None else (None, ())
         once = {"xla_backend_optimization_level": 0} if run.platform == "cpu" else None  # 0.7 CPU s instead of 2.7
         self.initial = Program(self._threads, run.initial_program(), options=once)
         state = jax.tree.map(_kind, self.initial.out, run.shardings(at_rest=True))
-        batch = self._batch_kinds(next(self._eval_batches(), None) or data.batch(0))
-        has_held_out = next(self._eval_batches(), None) is not None
+        batch = self._batch_kinds(data.batch(0, own_rows(run, run.config.train.sequences)))
+        has_held_out = next(held_out_batches(run, data), None) is not None
         self._eval = Program(self._threads, eval_step(run), state["params"], batch) if has_held_out else None
         self.step = Program(self._threads, train_step(run), state, batch)
-        self._writer = self._make_writer(state["params"])
+        self._writing = prompt, write and Program(self._threads, write, state["params"], *kinds)
         self._threads.shutdown(wait=False)
 
     def _batch_kinds(self, batch: Batch) -> Tree:
@@ -205,39 +207,43 @@ class Programs:
             for name, spec in specs.items()
         }
 
-    def _eval_batches(self) -> Any:
-        train = self._run.config.train
-        if not train.eval_sequences:
-            return iter(())
-        return self._data.eval_batches(train.sequences, own_rows(self._run, train.sequences))
-
     def evaluate(self, params: Tree) -> float | None:
-        """The held-out loss per target, the same on any layout; None where nothing is held out."""
-        total = targets = 0.0
-        for batch in self._eval_batches():
-            loss_sum, count = self._eval(params, put_batch(self._run, batch, self._letters))
-            total, targets = total + float(loss_sum), targets + float(count)
-        return total / targets if targets else None
+        """The held-out loss per target; None where nothing is held out."""
+        return None if self._eval is None else held_out_loss(self._run, self._data, self._eval, params)
 
-    def _make_writer(self, params: Tree) -> tuple[list[int], Program] | None:
-        """The prompt and the program that continues it; None for a model without text."""
+    def _prompt(self) -> list[int] | None:
+        """What is continued; None for a model without text."""
         train = self._run.config.train
         if not isinstance(self._data, TextData) or not train.sample_tokens:
             return None
-        most = max(min(PROMPT_TOKENS, train.sequence_length // 2), 1)
-        encode = self._data.tokenizer.encode
-        prompt = encode(train.sample_prompt) if train.sample_prompt else self._data.prompt(most)
-        jitted, kinds = writer(self._run, len(prompt), train.sample_tokens, SAMPLING)
-        return prompt, Program(self._threads, jitted, params, *kinds)
+        if train.sample_prompt:
+            return self._data.tokenizer.encode(train.sample_prompt)
+        return self._data.prompt(max(min(PROMPT_TOKENS, train.sequence_length // 2), 1))
 
     def sample(self, params: Tree) -> dict[str, str] | None:
         """A continuation of the prompt, as text; None for a model without text."""
-        if self._writer is None:
+        prompt, program = self._writing
+        if prompt is None:
             return None
-        train, (prompt, program) = self._run.config.train, self._writer
-        written = generate(self._run, params, prompt, train.sample_tokens, SAMPLING, program)
+        written = generate(self._run, params, prompt, self._run.config.train.sample_tokens, SAMPLING, program)
         decode = self._data.tokenizer.decode
         return {"prompt": decode(prompt), "text": decode(written)}
+
+
+def held_out_batches(run: Run, data: Data) -> Iterator[Batch]:
+    """This process's rows of the held-out batches; the last is filled up with rows that do not count."""
+    train = run.config.train
+    return data.eval_batches(train.sequences, own_rows(run, train.sequences)) if train.eval_sequences else iter(())
+
+
+def held_out_loss(run: Run, data: Data, program: Any, params: Tree) -> float | None:
+    """The loss of all held-out targets divided by their number, so the same on any layout."""
+    letters = objective_of(run).batch_letters
+    total = targets = 0.0
+    for batch in held_out_batches(run, data):
+        loss_sum, count = program(params, put_batch(run, batch, letters))
+        total, targets = total + float(loss_sum), targets + float(count)
+    return total / targets if targets else None
 
 
 def _kind(out: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
