@@ -185,6 +185,7 @@ class Screen:
     def begin(self, run: Run, records: Records) -> None:
         """The mesh and the layout of every parameter, as drawings."""
         self._is_text = run.config.model.is_language_model
+        self._speed = "/s, emulated" if records.is_emulated else "/s"
         self.console.print()
         self.console.print(mesh_drawing.draw(records.grid), highlight=False)
         self.console.print()
@@ -213,7 +214,7 @@ class Screen:
             task = bar.add_task("compiling", total=last, completed=first)
 
             def advance(row: dict[str, Any]) -> None:
-                text = describe(row, unit)
+                text = describe(row, unit + self._speed)
                 bar.update(task, completed=row["step"], description=text)
                 self.skipped += row["skipped"]
                 plain = not self.console.is_terminal and (row["step"] % every == 0 or row["step"] in (first + 1, last))
@@ -226,7 +227,7 @@ class Screen:
         """The newest sample, its prompt set apart from what the model wrote."""
         if records.facts["samples"]:
             sample = records.facts["samples"][-1]
-            text = Text(sample["prompt"], style="dim") + Text(sample["text"], style="bold")
+            text = Text.assemble((sample["prompt"], "dim"), (sample["text"], "bold"))
             self.console.print(Panel(text, title=f"sample {sample['when']} training", title_align="left"))
 
     def end(self, records: Records) -> None:
@@ -248,7 +249,7 @@ class Screen:
         self.say(f"{'run directory':<38} {records.directory} (report.html, metrics.jsonl, checkpoints/)")
 
 
-def describe(row: dict[str, Any], unit: str = "tokens") -> str:
+def describe(row: dict[str, Any], unit: str = "tokens/s") -> str:
     """A step's figures in one line."""
-    text = f"loss {row['loss']:.3f}  norm {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} {unit}/s"
+    text = f"loss {row['loss']:.3f}  norm {row['grad_norm']:.2f}  {row['tokens_per_s']:,.0f} {unit}"
     return text + ("  skipped: not finite" if row["skipped"] else "")
