@@ -1,6 +1,6 @@
 """Meshwright's own step as a peer of `cpu_step.py`: one device, float32, the same model and batch, clipping off.
 
-    python meshwright_step.py '{"layers": 4, "d_model": 256, ...}'
+python meshwright_step.py '{"layers": 4, "d_model": 256, ...}'
 """
 
 import json
@@ -15,8 +15,8 @@ def main() -> None:
     s = json.loads(sys.argv[1])
     mesh.emulate(1)
     import jax
-    from layouts import batch_of
 
+    from layouts import batch_of
     from meshwright.layout import check
     from meshwright.train.state import Run
     from meshwright.train.step import objective_of, put_batch, train_step
