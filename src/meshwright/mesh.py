@@ -4,10 +4,13 @@ Emulated devices are CPU devices that share this machine's cores: they show what
 """
 
 import ctypes
+import hashlib
 import logging
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from meshwright.config import Refused, require
@@ -51,6 +54,46 @@ def keep_heap() -> None:
     if mallopt is not None:
         for parameter, value in ((-4, 0), (-1, -1), (-8, 1)):
             mallopt(parameter, value)
+
+
+COMPILED_BYTES = 1 << 30
+"""Compiled programs are kept up to so much; beyond it the oldest go."""
+
+
+def keep_compiled(directory: Path) -> None:
+    """Keep compiled programs under `directory` for the next process that compiles the same; the user's own setting wins.
+
+    JAX's persistent cache: its key holds the program, the options, the versions and the platform, but for CPU not the
+    instructions that this machine has, so each kind of machine gets a directory of its own.
+    """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    own = directory / machine_kind()
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in own.iterdir())
+        kept_bytes = sum(size for _, size, _ in files)
+        for _, size_bytes, path in files:
+            if kept_bytes > COMPILED_BYTES:
+                path.unlink()
+                kept_bytes -= size_bytes
+    except OSError:  # read-only, or another process was faster: programs are compiled as without it
+        if not own.is_dir() or not os.access(own, os.W_OK):
+            return
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(own))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def machine_kind() -> str:
+    """Equal where machine code can be exchanged: a hash of the processor's features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    except OSError:
+        features = [platform.processor()]
+    return hashlib.blake2b("\n".join([platform.machine(), *features]).encode(), digest_size=8).hexdigest()
 
 
 def join_processes(coordinator: str, process_count: int, process_id: int, timeout_s: int = 60) -> None:

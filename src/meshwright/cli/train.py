@@ -1,9 +1,13 @@
 """Train a model: on emulated CPU devices, one accelerator or many."""
 
 import argparse
+import importlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,9 +24,10 @@ from meshwright.cli.common import (
 )
 from meshwright.config import Refused, RunConfig, flat, load, require
 from meshwright.layout import check
-from meshwright.mesh import join_processes, require_groups
+from meshwright.mesh import join_processes, keep_compiled, require_groups
 from meshwright.presets import PRESETS, resolve
 from meshwright.train import sources
+from meshwright.train.cache import cache_directory
 from meshwright.train.resume import require_same_run
 
 RUNS = Path("runs")
@@ -54,13 +59,15 @@ def run(args: argparse.Namespace) -> int:
     require_groups(layout, count)
     require_data(config)
     if place is None:
-        start_devices(config.layout.device_count)
-        return _train(args, config, directory)
+        return _train(args, config, directory, lambda: start_devices(config.layout.device_count))
     crew = processes.join(place, asked_of(args, config), told(place, directory))
-    try:
+
+    def start() -> None:
         start_devices(config.layout.device_count // count)
         join_processes(crew.told["runtime"], place.count, place.index)
-        status = _train(args, config, Path(crew.told["directory"]), crew)
+
+    try:
+        status = _train(args, config, Path(crew.told["directory"]), start, crew)
     except Refused as refusal:
         crew.abandon(str(refusal), 2)
     except KeyboardInterrupt as interrupt:
@@ -71,15 +78,33 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _train(args: argparse.Namespace, config: RunConfig, directory: Path, crew: processes.Crew | None = None) -> int:
-    from meshwright.train.loop import train  # imports JAX, whose devices are now set
+def _train(
+    args: argparse.Namespace,
+    config: RunConfig,
+    directory: Path,
+    start: Callable[[], None],
+    crew: processes.Crew | None = None,
+) -> int:
+    """Read the data while JAX is imported and its devices start; then train."""
+    from meshwright.train.data import prepare  # imports numpy and the tokenizers
 
     writes = crew is None or crew.place.index == 0
     console = Console(stderr=args.json, quiet=not writes)
-    facts = train(config, directory, console, args.resume, *([crew.agree] if crew else []))
+    with ThreadPoolExecutor(1) as thread:
+        loop = thread.submit(_loop, start)
+        data = prepare(config, lambda line: console.print(line, highlight=False, markup=False))
+    agree = {} if crew is None else {"agree": crew.agree}
+    facts = loop.result().train(config, directory, console, args.resume, data=data, **agree)
     if args.json and writes:
         print_json({"run_directory": str(directory), **facts})
     return 0
+
+
+def _loop(start: Callable[[], None]) -> Any:
+    """The training loop's module, which imports JAX; before that, `start` sets the devices."""
+    start()
+    keep_compiled(cache_directory() / "compiled")
+    return importlib.import_module("meshwright.train.loop")
 
 
 def place_of(args: argparse.Namespace) -> processes.Place | None:

@@ -33,6 +33,7 @@ def train(
     console: Any,
     resumed: bool = False,
     agree: Callable[[str, str], None] = lambda what, value: None,
+    data: Data | None = None,
 ) -> dict[str, Any]:
     """Train `config`, write the run into `directory` and return its facts (run.json).
 
@@ -41,7 +42,7 @@ def train(
     """
     layout = check(config)
     screen = record.Screen(console)
-    data = prepare(config, screen.say)
+    data = prepare(config, screen.say) if data is None else data
     described = data.describe()
     agree("data with the fingerprint", str(described.get("fingerprint")))
     if resumed:
