@@ -44,7 +44,7 @@ TRIES = (
     ("full", {"loss_chunk_tokens": 8192, "remat": True}),
 )
 """From the fastest to the one that needs the least memory; the first that fits is taken. Peaks of a step of Llama-3.2-1B
-and 32,768 tokens, compiled ahead of time for H200 (JAX 0.12.0): ours 62, 50 and 26 GB, plain JAX 91, 60 and 29 GB."""
+and 32,768 tokens, compiled ahead of time for H200 (JAX 0.12.0): ours 65, 54 and 29 GB, plain JAX 91, 66 and 31 GB."""
 
 
 class Report:
@@ -99,6 +99,10 @@ class Report:
             Path(self.options.json).write_text(text + "\n", encoding="utf-8")
             print(f"written: {self.options.json}", flush=True)
 
+    def status(self) -> int:
+        """0 where a step was measured, else 1."""
+        return 0 if any("meshwright" in part for part in self.facts["parts"].values()) else 1
+
     def settled(self) -> dict[str, Any]:
         """A copy of the facts, which the main thread may be changing."""
         for _ in range(100):
@@ -112,7 +116,7 @@ class Report:
     def stop_at_the_end_of_the_budget(self) -> None:
         def stop() -> None:
             self.finish(f"stopped: the budget of {self.options.budget_s:.0f} s is over")
-            os._exit(0)
+            os._exit(self.status())
 
         timer = threading.Timer(self.left_s(), stop)
         timer.daemon = True
@@ -154,45 +158,42 @@ def matmul_rate(report: Report, facts: dict[str, Any]) -> None:
     report.say(f"  {facts['flops_per_s'] / 1e12:.1f} TFLOP/s")
 
 
-def batch_of(vocab: int, b: int, t: int) -> dict[str, Any]:
-    """One document a row, tokens as frequent as words are (Zipf): a look-up's gradient meets the same rows often."""
+def batch_of(vocab: int, b: int, t: int, documents: int = 1) -> dict[str, Any]:
+    """Tokens as frequent as words are (Zipf), so that a look-up's gradient meets the same rows often; even documents."""
     import numpy as np
 
     random = np.random.default_rng(0)
-    tokens = np.minimum(random.zipf(1.2, (b, t + 1)) - 1, vocab - 1).astype(np.int32)
-    tokens = np.random.default_rng(1).permutation(vocab).astype(np.int32)[tokens]
+    ranks = np.minimum(random.zipf(1.2, (b, t + 1)) - 1, vocab - 1)
+    tokens = random.permutation(vocab).astype(np.int32)[ranks]
+    place_BT = np.broadcast_to(np.arange(t, dtype=np.int32), (b, t))
+    own = -(-t // documents)
     return {
         "tokens_BT": tokens[:, :-1],
         "targets_BT": tokens[:, 1:],
         "mask_BT": np.ones((b, t), bool),
-        "segments_BT": np.ones((b, t), np.int32),
-        "positions_BT": np.broadcast_to(np.arange(t, dtype=np.int32), (b, t)).copy(),
+        "segments_BT": place_BT // own + 1,
+        "positions_BT": place_BT % own,
         "sample_B": np.arange(b, dtype=np.int32),
     }
 
 
 class Peer:
-    """A compiled step and its state, which is replaced by each step."""
+    """A compiled step and its state, which is replaced by each step; it has taken three steps when it is made."""
 
     def __init__(self, facts: dict[str, Any], step: Any, state: Any, arguments: tuple[Any, ...], loss: Callable):
-        self.facts, self.step, self.state, self.arguments, self.loss, self.times = (
-            facts,
-            step,
-            state,
-            arguments,
-            loss,
-            [],
-        )
+        self.facts, self.step, self.state, self.arguments, self.loss = facts, step, state, arguments, loss
+        self.losses = [self() for _ in range(3)]
 
-    def __call__(self, count: int = 1) -> list[float]:
-        import jax
+    def __call__(self) -> float:
+        self.state, out = self.step(self.state, *self.arguments)
+        return float(self.loss(out))  # waits for the step
 
-        losses = []
-        for _ in range(count):
-            self.state, out = self.step(self.state, *self.arguments)
-            losses.append(self.loss(out))
-        jax.block_until_ready(self.state)
-        return [float(value) for value in losses]
+    def two_steps(self) -> float:
+        """Seconds of a step, of two handed over together, so that the host's work is hidden."""
+        began = time.perf_counter()
+        self.state, _ = self.step(self.state, *self.arguments)
+        self()
+        return (time.perf_counter() - began) / 2
 
 
 def compiled(jitted: Any, *arguments: Any) -> tuple[Any, dict[str, Any]]:
@@ -223,8 +224,10 @@ def configuration(options: argparse.Namespace, length: int, remat: str) -> Any:
     return override(resolve(options.preset), settings)
 
 
-def ours(options: argparse.Namespace, length: int, trial: int) -> Peer:
+def ours(options: argparse.Namespace, length: int, trial: int, weights: dict[str, Any] | None = None) -> Peer:
+    """Meshwright's step; `weights` is given a copy of those that it begins with."""
     import jax
+    import jax.numpy as jnp
 
     from meshwright import mesh
     from meshwright.layout import check
@@ -234,7 +237,8 @@ def ours(options: argparse.Namespace, length: int, trial: int) -> Peer:
     config = configuration(options, length, TRIES[trial][0])
     layout = check(config)
     run = Run.of(config, layout, mesh.make(layout))
-    batch = batch_of(config.model.vocab_size, config.train.sequences, length)
+    documents = 8 if config.data.packing else 1
+    batch = batch_of(config.model.vocab_size, config.train.sequences, length, documents)
     batch = put_batch(run, batch, objective_of(run).batch_letters)
     shapes = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -244,11 +248,14 @@ def ours(options: argparse.Namespace, length: int, trial: int) -> Peer:
     step, facts = compiled(train_step(run), shapes, batch)
     facts |= {"remat": run.remat, "attention": run.engine.kernel, "layers_in_a_loop": not run.engine.unroll_layers}
     require_room(facts, held_bytes=0)
-    return Peer(facts, step, run.initial_state(), (batch,), lambda metrics: metrics["loss"])
+    state = run.initial_state()
+    if weights is not None:
+        weights["params"] = jax.tree.map(jnp.copy, state["params"])
+    return Peer(facts, step, state, (batch,), lambda metrics: metrics["loss"])
 
 
 def plain(options: argparse.Namespace, length: int, trial: int, params: Any, held_bytes: float) -> Peer:
-    """Plain JAX, begun from a copy of our initial weights."""
+    """Plain JAX, begun from a copy of `params`."""
     import jax
     import jax.numpy as jnp
 
@@ -265,6 +272,7 @@ def plain(options: argparse.Namespace, length: int, trial: int, params: Any, hel
     step, facts = compiled(plain_gpu.make_step(made), shapes, tokens, targets)
     facts |= {"remat": made.remat, "loss_chunk_tokens": made.loss_chunk_tokens}
     require_room(facts, held_bytes)
+    params = jax.tree.map(jnp.copy, params)
     moments = jax.jit(plain_gpu.optimizer(made).init)(params)
     return Peer(facts, step, (params, moments), (tokens, targets), lambda loss: loss)
 
@@ -300,7 +308,6 @@ def first_that_fits(report: Report, name: str, make: Callable[[int], Peer]) -> P
 def steps(report: Report, length: int, facts: dict[str, Any]) -> None:
     """Both steps at one sequence length, in turns: seconds, tokens/s, MFU, and their losses side by side."""
     import jax
-    import jax.numpy as jnp
 
     from meshwright import hardware, presets
 
@@ -311,10 +318,10 @@ def steps(report: Report, length: int, facts: dict[str, Any]) -> None:
     all_pairs = flops + 6.0 * config.model.layers * config.model.heads * config.model.head_size * length
     facts |= {"sequences": config.train.sequences, "tokens": tokens, "flops_per_token": flops}
 
-    peers = {"meshwright": first_that_fits(report, "meshwright", lambda trial: ours(options, length, trial))}
-    mine = peers["meshwright"]
-    params = jax.tree.map(jnp.copy, mine.state["params"])
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(mine.state))
+    weights: dict[str, Any] = {}
+    peers = {"meshwright": first_that_fits(report, "meshwright", lambda trial: ours(options, length, trial, weights))}
+    mine, params = peers["meshwright"], weights["params"]
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((mine.state, params)))
 
     def note(name: str, times: list[float]) -> None:
         step_s = statistics.median(times)
@@ -334,20 +341,18 @@ def steps(report: Report, length: int, facts: dict[str, Any]) -> None:
             row |= {"mfu_of_peak_all_pairs": rate * all_pairs / chip.bf16_flops_per_s}
         facts[name] = row
 
-    losses = {"meshwright": mine(3)}
-    times = {"meshwright": timed(mine, options.rounds)}
+    times = {"meshwright": [mine.two_steps() for _ in range(options.rounds)]}
     note("meshwright", times["meshwright"])  # so that it is known whatever becomes of the other
-    report.say(f"  meshwright: {facts['meshwright']['step_s']:.3f} s a step, losses {losses['meshwright']}")
+    report.say(f"  meshwright: {facts['meshwright']['step_s']:.3f} s a step, losses {mine.losses}")
     report.require_s(1.3 * mine.facts["compile_s"] + 5)
-    other = first_that_fits(report, "plain JAX", lambda trial: plain(options, length, trial, params, held))
-    peers["plain"] = other
-    losses["plain"] = other(3)
-    facts["losses"] = losses
-    facts["loss_rel_difference_max"] = max(abs(a - b) / abs(b) for a, b in zip(*losses.values(), strict=True))
+    peers["plain"] = first_that_fits(report, "plain JAX", lambda trial: plain(options, length, trial, params, held))
+    report.say(f"  plain JAX: losses {peers['plain'].losses}")
+    facts["losses"] = {name: peer.losses for name, peer in peers.items()}
+    facts["loss_rel_difference_max"] = max(abs(a - b) / abs(b) for a, b in zip(*facts["losses"].values(), strict=True))
     times = {name: [] for name in peers}
     for _ in range(options.rounds):
         for name, peer in peers.items():
-            times[name] += timed(peer, 1)
+            times[name].append(peer.two_steps())
         if report.left_s() < 5:
             break
     for name in peers:
@@ -355,14 +360,13 @@ def steps(report: Report, length: int, facts: dict[str, Any]) -> None:
     facts["tokens_per_s_ratio"] = facts["meshwright"]["tokens_per_s"] / facts["plain"]["tokens_per_s"]
 
 
-def timed(peer: Peer, rounds: int) -> list[float]:
-    """Seconds of a step: each round is two steps, handed over together so that the host's work is hidden."""
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        peer(2)
-        times.append((time.perf_counter() - began) / 2)
-    return times
+def packed_steps(report: Report, length: int, facts: dict[str, Any]) -> None:
+    """Our step with several documents in a row, which on GPU become a mask."""
+    options = copy.copy(report.options)
+    options.set = [*options.set, "data.packing=true"]
+    peer = first_that_fits(report, "meshwright", lambda trial: ours(options, length, trial))
+    step_s = statistics.median(peer.two_steps() for _ in range(options.rounds))
+    facts |= peer.facts | {"step_s": step_s, "tokens_per_s": max(1, options.tokens // length) * length / step_s}
 
 
 def attention_forms(options: argparse.Namespace, answers: dict[str, Any]) -> None:
@@ -414,7 +418,7 @@ def documents(segments_BT, most: int):
     """
     import jax.numpy as jnp
 
-    lengths_BM = (segments_BT[:, :, None] == jnp.arange(1, most + 1)).sum(1).astype(jnp.int32)
+    lengths_BM = (segments_BT[:, :, None] == jnp.arange(1, most + 1, dtype=segments_BT.dtype)).sum(1).astype(jnp.int32)
     lengths_BM = jnp.take_along_axis(lengths_BM, jnp.argsort(lengths_BM == 0, axis=1, stable=True), axis=1)
     ends_BM = jnp.cumsum(lengths_BM, axis=1).astype(jnp.int32)
     offsets = jnp.concatenate([jnp.zeros_like(ends_BM[:, :1]), jnp.where(lengths_BM > 0, ends_BM, -1)], axis=1)
@@ -490,6 +494,9 @@ def summary(facts: dict[str, Any]) -> Iterator[str]:
                 f"{name[9:]:>6} meshwright / plain JAX {part['tokens_per_s_ratio']:.3f} of its tokens/s;"
                 f" first losses differ by {part['loss_rel_difference_max']:.1e}"
             )
+    for name, part in parts.items():
+        if name.startswith("documents") and "step_s" in part:
+            yield f"{name}: {part['step_s'] * 1e3:.1f} ms, {part['tokens_per_s']:.0f} tokens/s"
     for name in ("attention", "look-up"):
         for form, row in parts.get(name, {}).items():
             if isinstance(row, dict):
@@ -534,6 +541,7 @@ def main() -> None:
     report.stop_at_the_end_of_the_budget()
     run(report)
     report.finish("done")
+    raise SystemExit(report.status())
 
 
 def device(report: Report, facts: dict[str, Any]) -> None:
@@ -556,6 +564,11 @@ def run(report: Report) -> None:
         report.part(f"steps of {length}", lambda facts, length=length: steps(report, length, facts), needs_s=30)
     report.part("attention", lambda facts: attention_forms(options, facts), needs_s=20)
     report.part("look-up", lambda facts: look_up_forms(options, facts), needs_s=10)
+    report.part(
+        f"documents in rows of {options.lengths[0]}",
+        lambda facts: packed_steps(report, options.lengths[0], facts),
+        needs_s=60,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,13 @@
 """What the step does on a GPU, as far as a CPU can tell; and (slow) what the compiler for GPUs makes of it."""
 
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -154,3 +160,76 @@ def test_documents_become_a_mask_for_all_heads(tmp_path, length):
 def test_a_kept_attention_runs_once_a_layer(tmp_path, remat, forward):
     text = compiled(tmp_path, "1x1", "data=1", data=DataConfig(packing=False), train=replace(WIDE.train, remat=remat))
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == forward
+
+
+# ---- the benchmark script ----------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("benchmark_gpu", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+@pytest.fixture
+def report(script, tmp_path):
+    return script.Report(argparse.Namespace(budget_s=1e9, json=str(tmp_path / "figures.json")))
+
+
+def test_a_part_that_fails_loses_no_other(script, report, tmp_path):
+    report.part("first", lambda facts: facts.update(rate=1.0))
+    report.part("second", lambda facts: facts.update(rate=1 / 0))
+    report.part("third", lambda facts: facts.update(rate=3.0), needs_s=1e10)
+    report.part(
+        "steps of 8",
+        lambda facts: facts.update(meshwright={"step_s": 1, "tokens_per_s": 8, "peak_bytes": 1, "compile_s": 1}),
+    )
+    report.finish("done")
+    parts = json.loads((tmp_path / "figures.json").read_text())["parts"]
+    assert parts["first"]["rate"] == 1.0 and "ZeroDivisionError" in parts["second"]["error"]
+    assert "are left" in parts["third"]["skipped"] and "rate" not in parts["third"]
+    assert report.status() == 0
+
+
+def test_a_step_that_has_no_room_is_tried_in_less(script, report):
+    asked = []
+
+    def make(trial):
+        asked.append(trial)
+        if trial == 0:
+            raise script.NoRoom("150 GB of 140")
+        if trial == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return argparse.Namespace(facts={"compile_s": 1, "peak_bytes": 1})
+
+    script.first_that_fits(report, "step", make)
+    assert asked == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        script.first_that_fits(report, "step", lambda trial: 1 / 0)
+
+
+def test_documents_are_told_by_their_lengths_and_places(script):
+    segments = jnp.asarray([[1, 1, 1, 2, 3, 3], [1, 1, 4, 4, 0, 0], [1, 1, 1, 1, 1, 1]], jnp.int32)
+    lengths, places = script.documents(segments, most=4)
+    np.testing.assert_array_equal(lengths, [[3, 1, 2, -1], [2, 2, -1, -1], [6, -1, -1, -1]])
+    np.testing.assert_array_equal(places, [[0, 3, 4, 6, -1], [0, 2, 4, -1, -1], [0, 6, -1, -1, -1]])
+
+
+@pytest.mark.slow
+def test_the_script_runs_on_cpu_and_both_steps_agree(tmp_path):
+    out = tmp_path / "gpu.json"
+    done = subprocess.run([sys.executable, str(SCRIPT), "--tiny", "--json", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads(out.read_text())["parts"]
+    assert not any("error" in part for part in parts.values()), done.stdout
+    for length in (64, 128):
+        assert parts[f"steps of {length}"]["loss_rel_difference_max"] < 1e-4
+        losses = parts[f"steps of {length}"]["losses"]["meshwright"]
+        assert losses[2] < losses[1] < losses[0]
+    assert all(form["gradient_error"] < 0.02 for form in parts["attention"].values() if isinstance(form, dict))
