@@ -69,5 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+def command() -> None:
+    """The program `meshwright`: what was refused or interrupted does not wait for compilations in the background."""
+    status = main()
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
