@@ -134,7 +134,7 @@ def _keep_standard_output() -> None:
 
 
 def require_groups(layout: Layout, count: int) -> None:
-    """Refuse a layout that cannot be laid over `count` processes with as many devices each."""
+    """Refuse a layout that cannot be laid over `count` processes with as many emulated devices each."""
     needed = layout.config.device_count
     require(
         needed % count == 0,
@@ -145,16 +145,10 @@ def require_groups(layout: Layout, count: int) -> None:
 
 
 def make(layout: Layout, devices: Sequence[Any] | None = None) -> Any:
-    """The mesh of `layout`: a `jax.sharding.Mesh` of all six axes over the first devices that it needs.
-
-    Within one slice or NVLink domain JAX chooses the order by the wiring. Across several, the slow axes (first in
-    `AXES`) are laid across them and the fast ones inside.
-    """
+    """The mesh of `layout`: a `jax.sharding.Mesh` of all six axes over the first devices that it needs."""
     import jax
-    from jax.experimental import mesh_utils
     from jax.sharding import AxisType, Mesh
 
-    shape = tuple(layout.config.degrees[axis] for axis in AXES)
     needed = layout.config.device_count
     devices = list(jax.devices() if devices is None else devices)
     require(
@@ -162,16 +156,25 @@ def make(layout: Layout, devices: Sequence[Any] | None = None) -> Any:
         f"layout '{layout.config}' needs {needed} devices, but there are {len(devices)} {devices[0].device_kind};"
         " use --devices to emulate more, or a smaller layout",
     )
-    devices = devices[:needed]
-    groups = _fast_groups(devices)
-    if len(groups) > 1:
-        across = _split_across(shape, len(groups))
-        inside = tuple(size // slow for size, slow in zip(shape, across, strict=True))
-        by_process = len({getattr(d, "slice_index", 0) for d in devices}) == 1
-        grid = mesh_utils.create_hybrid_device_mesh(inside, across, devices, process_is_granule=by_process)
-    else:
-        grid = mesh_utils.create_device_mesh(shape, devices)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(device_grid(layout, devices[:needed]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def device_grid(layout: Layout, devices: Sequence[Any]) -> Any:
+    """The devices as an array with one dim for each axis.
+
+    Within one group of fast links JAX chooses the order by the wiring. Across several, the slow axes (first in `AXES`) are
+    laid across them and the fast ones inside.
+    """
+    from jax.experimental import mesh_utils
+
+    shape = tuple(layout.config.degrees[axis] for axis in AXES)
+    groups = {_fast_group(device) for device in devices}
+    if len(groups) == 1:
+        return mesh_utils.create_device_mesh(shape, devices)
+    across = _split_across(shape, len(groups))
+    inside = tuple(size // slow for size, slow in zip(shape, across, strict=True))
+    by_process = devices[0].platform == "cpu"
+    return mesh_utils.create_hybrid_device_mesh(inside, across, devices, process_is_granule=by_process)
 
 
 def rings(mesh: Any) -> tuple[tuple[str, int], ...]:
@@ -195,12 +198,9 @@ def rings(mesh: Any) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def _fast_groups(devices: Sequence[Any]) -> set[tuple[int, int]]:
-    """The groups of devices with fast links inside: a TPU slice, or the devices of one GPU or CPU process."""
-    slices = {getattr(d, "slice_index", 0) for d in devices}
-    if devices[0].platform == "tpu":
-        return {(s, 0) for s in slices}
-    return {(getattr(d, "slice_index", 0), d.process_index) for d in devices}
+def _fast_group(device: Any) -> int:
+    """The group of devices with fast links that `device` is in: its TPU slice or NVLink domain, or its process (CPU)."""
+    return device.process_index if device.platform == "cpu" else getattr(device, "slice_index", 0)
 
 
 def _split_across(shape: tuple[int, ...], group_count: int) -> tuple[int, ...]:

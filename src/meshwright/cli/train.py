@@ -13,6 +13,7 @@ from rich.console import Console
 
 from meshwright import __version__, processes
 from meshwright.cli.common import (
+    accelerator_count,
     add_config,
     add_devices,
     add_json,
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     writable_directory(directory)
     layout = check(config, args.devices)
     count = 1 if place is None else place.count
-    require_groups(layout, count)
+    if accelerator_count() * count < config.layout.device_count:
+        require_groups(layout, count)
     require_data(config)
     if place is None:
         return _train(args, config, directory, lambda: start_devices(config.layout.device_count))
