@@ -505,7 +505,7 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     if isinstance(kind, types.UnionType):
         inner = next(k for k in typing.get_args(kind) if k is not type(None))
         return None if value is None or value == "none" else _convert(value, inner, name)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return value if isinstance(value, kind) else _build(kind, value, name)
     if typing.get_origin(kind) is tuple:
         items = [value] if isinstance(value, str) else value

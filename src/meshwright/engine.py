@@ -208,7 +208,7 @@ class Engine:
 
     # ---- matmuls ----
 
-    def einsum(self, equation: str, x: jax.Array, *weights: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
+    def einsum(self, equation: str, x: jax.Array, *weights: jax.Array) -> Any:
         """``"BTD,DNH DKH->BTNH BTKH"``: contract `x` with one or several weights, moving what the layouts ask for.
 
         `x` is gathered once for all weights. One weight gives one array, several a tuple.
@@ -218,12 +218,12 @@ class Engine:
         outs = results.split()
         plans = [self.layout.plan(x_letters, w, out) for w, out in zip(w_letters.split(), outs, strict=True)]
         assert len({plan.gather_x for plan in plans}) == 1, f"{equation}: the weights need x in different layouts"
-        x, *weights = settle(x, *weights) if self.settle_gradients else (x, *weights)
+        x, *used = settle(x, *weights) if self.settle_gradients else (x, *weights)
         for letter, axes in plans[0].gather_x:
             x = gather(x, axes, x_letters.index(letter))
-        parts = zip(w_letters.split(), outs, weights, plans, strict=True)
-        results = tuple(self._contract(x_letters, w_in, out, x, w, plan) for w_in, out, w, plan in parts)
-        return results if len(results) > 1 else results[0]
+        parts = zip(w_letters.split(), outs, used, plans, strict=True)
+        arrays = tuple(self._contract(x_letters, w_in, out, x, w, plan) for w_in, out, w, plan in parts)
+        return arrays if len(arrays) > 1 else arrays[0]
 
     def _contract(self, x_in: str, w_in: str, out: str, x: jax.Array, w: jax.Array, plan: Moves) -> jax.Array:
         w = self._moved_weight(w, w_in, plan)

@@ -9,6 +9,7 @@ key/value head are rows of one matmul.
 """
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,9 @@ def _short_forward(q_BKGTH, k_BKSH, v_BKSH, segments_BT):
 def _short_backward(residuals, do_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, o_BKGTH, saved = residuals
     length, dtype = q_BKGTH.shape[3], q_BKGTH.dtype
-    dq, dk_BKHS, dv_BKHS = [], 0, 0
+    dq: list[jax.Array] = []
+    dk_BKHS: Any = 0
+    dv_BKHS: Any = 0
     for (start, stop), (e_BKRS, inverse_BKR) in zip(blocks(length, SHORT_LENGTH), saved, strict=True):
         q_BKRH, o_BKRH, do_BKRH = (rows(x[:, :, :, start:stop]) for x in (q_BKGTH, o_BKGTH, do_BKGTH))
         scaled_BKRH = do_BKRH.astype(e_BKRS.dtype) * inverse_BKR  # do scaled, so that e need not be

@@ -71,6 +71,7 @@ def rope_tables(model: ModelConfig, positions_BT: jax.Array, dtype: jnp.dtype) -
 
 def rotate(engine: Engine, x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
     """Turn the pairs (i, i + H/2) of each head by its position's angle."""
+    assert tokens.cosine_BTH is not None and tokens.sine_BTH is not None
     cosine_BTNH, sine_BTNH = tokens.cosine_BTH[:, :, None], tokens.sine_BTH[:, :, None]
     if not engine.flat_matmuls and x_BTNH.dtype == jnp.bfloat16:
         return _turn_by_matmul(x_BTNH, cosine_BTNH, sine_BTNH)

@@ -67,7 +67,8 @@ def _library(axes: tuple[str, ...]) -> Any:
     """
     name = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
     spec = importlib.util.find_spec(name)
-    module = importlib.util.module_from_spec(spec)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if axes:
         module.jax = types.SimpleNamespace(**{**vars(jax), "ShapeDtypeStruct": _shapes(axes)})

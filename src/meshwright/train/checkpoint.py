@@ -220,7 +220,7 @@ def require_same_leaves(step: int, found: Tree, wanted: Tree) -> None:
         have, want = there.get(name), here.get(name)
         if have != want:
             words = "has no" if have is None else "has, and this model has not," if want is None else "has"
-            kinds = "" if None in (have, want) else f" as {_kind(have)}, and this model needs {_kind(want)}"
+            kinds = "" if have is None or want is None else f" as {_kind(have)}, and this model needs {_kind(want)}"
             raise Refused(f"checkpoint {step} {words} the array {name}{kinds}; it is not of this model and optimiser")
 
 
