@@ -384,6 +384,15 @@ def test_the_command_refuses_before_it_waits(arguments, words, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def test_the_command_names_who_does_not_come(tmp_path, port, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    several = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--wait", "0.5"]
+    for index, words in (("0", "process 1 of 2 did not come"), ("1", "process 0 was not found")):
+        assert main(["train", "ffn-demo", "--layout", "fsdp=2", *several, "--process-id", index]) == 2
+        assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command_runs_on_two_processes(tmp_path, port):
     common = ["train", "residual-demo", "--layout", "fsdp=2", "--devices", "2", "--set", "train.steps=2", "--json"]
     several = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2"]

@@ -253,3 +253,17 @@ def test_missing_data_is_refused_before_jax_is_imported(bad_files):
     words = json.dumps([arguments for arguments, _ in BAD_DATA])
     done = subprocess.run([sys.executable, "-c", program, words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+# ---- many runs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_of_thirty_runs_on_eight_emulated_devices_none_hangs(tmp_path):
+    """Starved collectives (benchmarks/rendezvous.py) end a process after 40 s; here each run is its own process."""
+    command = [sys.executable, "-m", "meshwright.cli.main", "train", "llama-tiny", "--set", "train.steps=20", "--json"]
+    for number, layout in zip(range(30), 10 * ["data=2 fsdp=2 tensor=2", "fsdp=8", "tensor=8"], strict=True):
+        directory = ["--layout", layout, "--run-directory", str(tmp_path / str(number))]
+        done = subprocess.run([*command, *directory], capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert json.loads(done.stdout)["finished"]

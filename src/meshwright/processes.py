@@ -20,7 +20,7 @@ from typing import Any
 
 from meshwright.config import Refused, require
 
-COME_S = 60.0
+COME_S = 120.0
 """How long processes wait for each other at the start."""
 SILENT_S = 30.0
 """A process that has not been heard for so long counts as dead."""
@@ -212,7 +212,7 @@ def _gathered(place: Place, asked: dict[str, str], told: dict[str, Any], come_s:
                     missing = [i for i in range(1, place.count) if i not in lines]
                     raise Refused(
                         f"{_processes(missing)} of {place.count} did not come to {place.coordinator} within"
-                        f" {come_s:.0f} s: start {'it' if len(missing) == 1 else 'them'} with the same --coordinator"
+                        f" {come_s:g} s: start {'it' if len(missing) == 1 else 'them'} with the same --coordinator"
                         " and --processes"
                     )
     except Refused as refusal:
@@ -280,7 +280,7 @@ def _called(place: Place, asked: dict[str, str], come_s: float, silent_s: float)
         except OSError as error:
             if time.monotonic() + 0.2 >= end:
                 raise Refused(
-                    f"process 0 was not found at {place.coordinator} within {come_s:.0f} s"
+                    f"process 0 was not found at {place.coordinator} within {come_s:g} s"
                     f" ({error.strerror or error}); start it, or correct --coordinator"
                 ) from None
             time.sleep(0.2)

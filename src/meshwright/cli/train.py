@@ -47,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be called by the others")
     several.add_argument("--processes", metavar="N", type=int, help="how many processes there are")
     several.add_argument("--process-id", metavar="I", type=int, help="which one this is: 0 to N-1")
+    several.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=float,
+        default=processes.COME_S,
+        help="how long processes wait for each other to come (default: %(default)g)",
+    )
     add_json(parser)
 
 
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     require_data(config)
     if place is None:
         return _train(args, config, directory, lambda: start_devices(config.layout.device_count))
-    crew = processes.join(place, asked_of(args, config), told(place, directory))
+    crew = processes.join(place, asked_of(args, config), told(place, directory), args.wait)
 
     def start() -> None:
         start_devices(config.layout.device_count // count)
