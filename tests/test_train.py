@@ -20,7 +20,7 @@ from meshwright.config import DataConfig, ModelConfig, OptimConfig, RunConfig, T
 from meshwright.layout import check, letters_of
 from meshwright.model import params as parameters
 from meshwright.presets import resolve
-from meshwright.train import loop
+from meshwright.train import loop, programs
 from meshwright.train.data import prepare
 from meshwright.train.state import Run
 from meshwright.train.step import eval_step
@@ -81,7 +81,7 @@ def test_21_held_out_examples_are_one_loss_on_1_2_4_and_8_devices(text):
         one = with_layout(config, layout)
         run = Run.of(one, check(one), mesh.make(check(one)))
         program = jax.jit(eval_step(run), compiler_options={"xla_backend_optimization_level": 0})
-        losses[layout] = loop.held_out_loss(run, data, program, parity.put_params(run, params))
+        losses[layout] = programs.held_out_loss(run, data, program, parity.put_params(run, params))
     batches = list(data.eval_batches(8))
     masks = [batch["mask_BT"].sum(1) for batch in batches]
     assert sum((mask > 0).sum() for mask in masks) == 21
