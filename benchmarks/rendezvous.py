@@ -46,7 +46,9 @@ def child(devices: int, calls: int, in_flight: int, program: str) -> None:
             w_DF = w_DF + lax.psum_scatter(whole_DF / devices, ("a", "b"), tiled=True)
         return w_DF / (1 + jnp.abs(w_DF)), x_BD / (1 + jnp.abs(x_BD)), lax.psum(x_BD.sum(), ("a", "b"))
 
-    inside = jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec, PartitionSpec()), check_vma=False)
+    inside = jax.shard_map(
+        step, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec, PartitionSpec()), check_vma=False
+    )
     jitted = jax.jit(inside, donate_argnums=(0, 1) if program == "donated" else ())
     put = lambda shape: jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))  # noqa: E731
     w_DF, x_BD = put((256, 256)), put((64 * devices, 256))
@@ -86,7 +88,9 @@ def main() -> None:
     parser.add_argument("--child")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--threads", type=numbers, default=[0, 8, 9, 12, 16, 18, 24], help="NPROC; 0: not set")
-    parser.add_argument("--in-flight", type=numbers, default=[1, 2, 4, 0], help="unfinished calls allowed; 0: any number")
+    parser.add_argument(
+        "--in-flight", type=numbers, default=[1, 2, 4, 0], help="unfinished calls allowed; 0: any number"
+    )
     parser.add_argument("--programs", default="donated,chained,independent")
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--runs", type=int, default=3)
