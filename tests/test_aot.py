@@ -3,12 +3,21 @@
 import json
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from meshwright import mesh
 from meshwright.audit import aot, target
 from meshwright.cli.main import main
-from meshwright.config import Refused, parse_layout
+from meshwright.config import ModelConfig, Refused, parse_layout
+from meshwright.engine import gather_weight, project_heads
+from meshwright.model import layers
 from meshwright.presets import resolve
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -88,3 +97,83 @@ def test_small_models_compile_for_tpu(preset, layout):
     facts = aot.compile_step(config, target.parse("tpu-v5p:2x2x4"))
     assert facts["verdict"] == "fits", facts
     assert 0 < facts["argument_bytes"] < facts["peak_bytes"] < facts["hbm_bytes"]
+
+
+# ---- the forms that only accelerators run, held against the plain ones here --------------------------
+
+
+def torus_line(shape):
+    """Devices of a TPU torus along one axis, the last dimension fastest."""
+    coords = [(x, y, z) for x in range(shape[0]) for y in range(shape[1]) for z in range(shape[2])]
+    devices = np.array([SimpleNamespace(platform="tpu", coords=c) for c in coords], dtype=object)
+    return SimpleNamespace(devices=devices[None], axis_names=("data", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rings"),
+    [((4, 4, 8), (("fsdp", 8),)), ((2, 2, 4), (("fsdp", 4),)), ((1, 4, 8), ()), ((1, 1, 4), ()), ((1, 1, 1), ())],
+)
+def test_only_an_axis_over_three_dimensions_is_crossed_in_two_stages(shape, rings):
+    assert mesh.rings(torus_line(shape)) == rings
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_two_stages_gather_and_scatter_what_one_does(ring):
+    line = Mesh(np.array(jax.devices()[:8]), ("fsdp",), axis_types=(AxisType.Auto,))
+    f64, spec = jnp.dtype("float64"), PartitionSpec("fsdp")
+    with jax.enable_x64(True):
+        w = np.random.default_rng(0).normal(size=(16, 3))
+        scale = np.random.default_rng(1).normal(size=(8 * 16, 3))
+
+        def answers(ring):
+            def device(w, scale):
+                whole, back = jax.vjp(lambda w: gather_weight(w, ("fsdp",), 0, f64, f64, ring), w)
+                return whole, back(scale)[0]
+
+            return jax.jit(jax.shard_map(device, mesh=line, in_specs=(spec, spec), out_specs=(spec, spec)))(w, scale)
+
+        for staged, plain in zip(answers(ring), answers(0), strict=True):
+            np.testing.assert_allclose(staged, plain, rtol=1e-15, atol=1e-15)
+        np.testing.assert_array_equal(np.asarray(answers(ring)[0])[:16], w)
+
+
+def test_turning_by_a_matmul_is_turning():
+    model = ModelConfig(heads=4, kv_heads=4, head_size=128)
+    cosine, sine = layers.rope_tables(model, jnp.arange(24, dtype=jnp.int32)[None], jnp.dtype("float32"))
+    tokens = SimpleNamespace(cosine_BTH=cosine, sine_BTH=sine)
+    x_BTNH = jnp.asarray(np.random.default_rng(0).normal(size=(1, 24, 4, 128)), jnp.bfloat16)
+    plain, turned = (
+        np.asarray(layers.rotate(SimpleNamespace(flat_matmuls=flat), x_BTNH, tokens).astype(jnp.float32))
+        for flat in (True, False)
+    )
+    np.testing.assert_allclose(turned, plain, rtol=2**-7, atol=2**-9)
+    assert np.mean(turned == plain) > 0.99
+
+
+def test_heads_together_have_the_gradients_of_heads_apart():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        x = jnp.asarray(rng.normal(size=(2, 5, 12)))
+        weights = tuple(jnp.asarray(rng.normal(size=(12, n, 4))) for n in (6, 2, 2))
+        outs, back = jax.vjp(project_heads, x, weights)
+        apart, back_apart = jax.vjp(lambda x, ws: tuple(jnp.einsum("BTD,DNH->BTNH", x, w) for w in ws), x, weights)
+        gradients = tuple(jnp.asarray(rng.normal(size=out.shape)) for out in outs)
+        for a, b in zip(jax.tree.leaves(back(gradients)), jax.tree.leaves(back_apart(gradients)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13)
+        jax.tree.map(np.testing.assert_array_equal, outs, apart)
+
+
+# ---- the full-size steps -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.12 prints TPU programs")
+@pytest.mark.parametrize("row", ["8b-fsdp", "8b-tensor", "70b-fsdp", "70b-tensor"])
+def test_full_size_steps_reach_their_goals(row, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import aot as benchmark
+
+    facts = benchmark.run(row)
+    assert facts["step_s"] <= facts["step_goal_s"], benchmark.shown(facts)
+    assert facts["peak_bytes"] <= facts["peak_goal_gib"] * 2**30, benchmark.shown(facts)
