@@ -21,10 +21,13 @@ from meshwright.layout import Layout
 def emulate(device_count: int) -> None:
     """Make this process see `device_count` CPU devices or more. Must come before JAX makes its first array.
 
-    XLA:CPU runs each device's program on one thread pool, and a device that waits in a collective holds its thread. With
-    fewer threads than devices (times the calls in flight) the last device never arrives and the process is aborted after
-    40 s. So the pool gets two threads per device and one spare for each core, and the loop keeps at most one call in
-    flight beside the running one (`train.loop`). NPROC is read by XLA's thread pools when the CPU client starts.
+    XLA:CPU runs all devices' programs on pools of NPROC threads, or max(cores, devices) where that is not set; it reads
+    NPROC when the CPU client starts. It lets 32 calls of a device wait; the call after them holds a thread while it waits
+    for its turn, and so does a device in a collective until the others arrive. So with more than 32 unfinished calls and
+    fewer than two threads for each device one device never gets a thread, and XLA ends the process after 40 s. Measured
+    (benchmarks/rendezvous.py, jaxlib 0.10.2, 2 cores): with more than 32, 4 and 8 devices starve in every run with 2 n - 1
+    threads or fewer, in none with 2 n or more, whether or not calls depend on each other; with 32 or fewer in none. The
+    pools get 2 n threads and one spare for each core, and the loop never has more than two calls unfinished.
     """
     keep_heap()
     threads = 2 * device_count + (os.cpu_count() or 1)

@@ -1,7 +1,7 @@
 """The training loop on one screen: read a batch, call the step, write down the step before it.
 
 Metrics are read one step late, so that the devices never wait for the host; and never later than that, because on
-emulated devices many calls in flight can starve a collective (`mesh.emulate`).
+emulated devices many unfinished calls can starve a collective (`mesh.emulate`).
 """
 
 import time
