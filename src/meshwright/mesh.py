@@ -25,7 +25,7 @@ def emulate(device_count: int) -> None:
     NPROC when the CPU client starts. It lets 32 calls of a device wait; the call after them holds a thread while it waits
     for its turn, and so does a device in a collective until the others arrive. So with more than 32 unfinished calls and
     fewer than two threads for each device one device never gets a thread, and XLA ends the process after 40 s. Measured
-    (benchmarks/rendezvous.py, jaxlib 0.10.2, 2 cores): with more than 32, 4 and 8 devices starve in every run with 2 n - 1
+    (benchmarks/rendezvous.py, jaxlib 0.10.2, 2 cores): with more than 32, 4, 8 and 16 devices starve in every run with 2 n - 1
     threads or fewer, in none with 2 n or more, whether or not calls depend on each other; with 32 or fewer in none. The
     pools get 2 n threads and one spare for each core, and the loop never has more than two calls unfinished.
     """

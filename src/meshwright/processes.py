@@ -203,7 +203,7 @@ def _gathered(place: Place, asked: dict[str, str], told: dict[str, Any], come_s:
                     hello = line.receive(max(min(end - time.monotonic(), 5), 0.001))
                 except TimeoutError:
                     hello = None
-                if hello and "process" in hello:
+                if line is not None and hello and "process" in hello:
                     _admit(place, asked, lines, hello, line)
                     continue
                 if line is not None:

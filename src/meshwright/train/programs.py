@@ -88,7 +88,7 @@ class Programs:
     def sample(self, params: Tree) -> dict[str, str] | None:
         """A continuation of the prompt, as text; None for a model without text."""
         prompt, program = self._writing
-        if prompt is None:
+        if prompt is None or not isinstance(self._data, TextData):
             return None
         written = generate(self._run, params, prompt, self._run.config.train.sample_tokens, SAMPLING, program)
         decode = self._data.tokenizer.decode

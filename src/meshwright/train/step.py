@@ -108,7 +108,7 @@ def eval_step(run: Run) -> Any:
 def own_rows(run: Run, sequences: int) -> np.ndarray | None:
     """The rows of a global batch of `sequences` that this process's devices hold; None where they hold all."""
     held = NamedSharding(run.mesh, run.batch_specs({"b": "B"})["b"]).addressable_devices_indices_map((sequences,))
-    rows = sorted({row for (span,) in held.values() for row in range(*span.indices(sequences))})
+    rows = sorted({row for index in held.values() if index for row in range(*index[0].indices(sequences))})
     return None if len(rows) == sequences else np.array(rows)
 
 
@@ -123,7 +123,7 @@ def put_batch(run: Run, batch: dict[str, Any], letters: dict[str, str]) -> Tree:
     def on_devices(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
         shape = array.shape if rows is None else (run.config.train.sequences, *array.shape[1:])
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             first, last, _ = index[0].indices(shape[0])
             before = 0 if rows is None else first - int(np.searchsorted(rows, first))  # rows that are not here
             return array[(slice(first - before, last - before), *index[1:])]
