@@ -67,6 +67,17 @@ def test_an_optimiser_makes_the_same_update_on_any_layout(name, text):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-10), one, other)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize(("param", "compute", "reduce"), [("float32", "bfloat16", "bfloat16"), ("bfloat16",) * 3])
+def test_an_optimiser_steps_in_any_mixture_of_dtypes(name, param, compute, reduce, monkeypatch):
+    dtypes = {"param_dtype": param, "compute_dtype": compute, "reduce_dtype": reduce}
+    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, train=replace(CONFIG.train, **dtypes)))
+    params, metrics = trained("fsdp=2 tensor=2", OptimConfig(name=name, lr=1e-2), steps=2)
+    assert all(leaf.dtype == param for leaf in jax.tree.leaves(params))
+    assert metrics["skipped"] == 0
+    assert metrics["loss"] == pytest.approx(np.log(MODEL.vocab_size), rel=0.05)
+
+
 def test_muon_is_optax_newton_schulz_on_whole_matrices():
     matrix = jax.random.normal(jax.random.key(0), (6, 10), jnp.float32)
     u, _, v = jnp.linalg.svd(matrix, full_matrices=False)

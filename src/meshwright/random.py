@@ -4,10 +4,12 @@ Threefry-2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"
 global index, so that a shard makes exactly its piece of the whole array and nothing more.
 """
 
+import math
 import zlib
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from meshwright.compat import vary, varying
@@ -39,11 +41,22 @@ def uniform(word: jax.Array) -> jax.Array:
     return (word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
-def normal(key: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
-    """Standard normal f32 by Box and Muller (1958), one for each (row, column)."""
+BELL = 2**16 * math.sqrt(32 / 4 + 2 / 12)
+"""The standard deviation of `bell`: 32 coin tosses, and two numbers that are even over a width of one toss."""
+
+
+def bell(key: jax.Array, row: jax.Array, column: jax.Array, deviation: float) -> jax.Array:
+    """Numbers with a bell-shaped density, f32 of mean 0 and `deviation`, one for each (row, column).
+
+    The count of ones in a word (binomial) and two even numbers of 16 bits, added as integers, then one multiplication:
+    bit for bit the same on every platform and whatever a compiler makes of it. A logarithm and a cosine (Box and Muller
+    1958) are not: XLA:CPU computes them otherwise in the last elements of a loop. To the normal distribution's kurtosis
+    of 3 it has 2.94, its distribution function is within 0.002 of the normal one, and nothing lies beyond 5.95 deviations.
+    """
     first, second = bits(key, row, column)
-    radius = jnp.sqrt(-2.0 * jnp.log1p(-uniform(first)))
-    return radius * jnp.cos(jnp.float32(2 * jnp.pi) * uniform(second))
+    ones = lax.population_count(first).astype(jnp.int32) - 16
+    even = (second & jnp.uint32(2**16 - 1)).astype(jnp.int32) + (second >> 16).astype(jnp.int32) - (2**16 - 1)
+    return (ones * 2**16 + even).astype(jnp.float32) * jnp.float32(deviation / BELL)
 
 
 def keep(key: jax.Array, rate: float, row: jax.Array, column: jax.Array) -> jax.Array:

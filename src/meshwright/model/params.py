@@ -1,8 +1,9 @@
 """The parameters of each family: a tree of names that end in their letters, and the initial values.
 
 A leaf's letters say its shape, its layout (`layout.py`) and how its gradient is reduced; nothing else does.
-Initial values follow GPT-2 (Radford et al. 2019): normal, 0.02, and 0.02 / sqrt(2 L) for what writes to the residual
-stream; norms start at one, biases at zero. The regression networks start at normal / sqrt(fan-in) in place of 0.02.
+Initial values follow GPT-2 (Radford et al. 2019): a bell curve (`random.bell`) of deviation 0.02, and 0.02 / sqrt(2 L)
+for what writes to the residual stream; norms start at one, biases at zero. The regression networks have 1 / sqrt(fan-in)
+in place of 0.02.
 """
 
 import math
@@ -93,7 +94,7 @@ def _initial_shard(layout: Layout, path: str, seed: int) -> jax.Array:
     column = jnp.zeros((1,) * len(shape), jnp.uint32)
     for i, letter in zip(index[1:], letters[1:], strict=True):  # the true sizes: values do not depend on padding
         column = column * jnp.uint32(model.sizes[letter]) + i
-    values = random.normal(random.key_of(seed, path), index[0], column) * jnp.float32(_deviation(path, model))
+    values = random.bell(random.key_of(seed, path), index[0], column, _deviation(path, model))
     if "V" in letters:
         values = jnp.where(index[letters.index("V")] < model.vocab_size, values, 0)
     return values

@@ -3,6 +3,9 @@
 An operation is F (forward), B (backward; of the input alone where the backward is split) or W (gradient of the weights,
 where it is split) of one microbatch on one of the stage's chunks of layers. One table drives the program that trains,
 the simulation of its time and the picture. What is made in one tick is used on another stage in a later tick.
+
+A table may have one operation per stage and tick, as papers draw them (`generate`), or several (`pack`), as the program
+runs them.
 """
 
 import functools
@@ -41,6 +44,13 @@ class Schedule:
     placement: str = "straight"
     """Where chunk c of stage s stands in the model: `straight` c * stages + s; `v`: chunk 1 runs back from the last stage."""
     splits_backward: bool = False
+    delay: int = 1
+    """The fewest ticks between making and using on another stage; 2 leaves a whole tick for the transfer."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that each (microbatch, chunk) goes through. The last one ends its stay in memory."""
+        return KINDS if self.splits_backward else KINDS[:2]
 
     @property
     def positions(self) -> int:
@@ -55,6 +65,19 @@ class Schedule:
         chunk, place = divmod(position, self.stages)
         return (self.stages - 1 - place if self.placement == "v" and chunk % 2 else place), chunk
 
+    def needs(self, stage: int, op: Op) -> list[tuple[int, Op]]:
+        """The (stage, operation) pairs whose results `op` on `stage` uses."""
+        kind, microbatch, chunk = op
+        if kind == "W":
+            return [(stage, Op("B", microbatch, chunk))]
+        place = self.position(stage, chunk)
+        own = [(stage, Op("F", microbatch, chunk))] if kind == "B" else []
+        place += 1 if kind == "B" else -1
+        if not 0 <= place < self.positions:
+            return own
+        there, other = self.at(place)
+        return [*own, (there, Op(kind, microbatch, other))]
+
     def order(self, stage: int) -> list[Op]:
         """What `stage` does, in order."""
         return [op for tick in self.table for op in tick[stage]]
@@ -66,7 +89,7 @@ class Schedule:
 
     def peak_in_flight(self) -> tuple[int, ...]:
         """For each stage, the most (microbatch, chunk) pairs it holds at once: from F until the last operation that needs them."""
-        last = KINDS[2] if self.splits_backward else KINDS[1]
+        last = self.kinds[-1]
         peaks = []
         for stage in range(self.stages):
             held = most = 0

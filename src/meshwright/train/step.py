@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright import random
 from meshwright.dims import TOKEN_AXES
-from meshwright.engine import sum_over
+from meshwright.engine import sum_over, wider
 from meshwright.model.forward import Objective
 from meshwright.parallel import accumulate
 from meshwright.train import optim
@@ -47,7 +47,7 @@ def train_step(run: Run) -> Any:
         with jax.numpy_dtype_promotion("standard"):  # optax adds its int32 counts to floats
             updates, opt = transformation.update(gradients, state["opt"], old)
             lr = jnp.asarray(rate(state["step"]), jnp.float32)
-        new = jax.tree.map(lambda p, u: (p - lr.astype(u.dtype) * u).astype(p.dtype), old, updates)
+        new = jax.tree.map(lambda p, u: moved(p, lr, u), old, updates)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         choose = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         new, opt = jax.tree.map(choose, (new, opt), (old, state["opt"]))
@@ -79,6 +79,12 @@ def train_step(run: Run) -> Any:
         out_shardings=(at_rest, metrics),
         compiler_options=COMPILER_OPTIONS.get(run.mesh.devices.flat[0].device_kind),
     )
+
+
+def moved(p: jax.Array, lr: jax.Array, update: jax.Array) -> jax.Array:
+    """A parameter after its update, computed in the wider of the two dtypes."""
+    wide = wider(p.dtype, update.dtype)
+    return (p.astype(wide) - lr.astype(wide) * update.astype(wide)).astype(p.dtype)
 
 
 def clip_factor(norm: jax.Array, limit: float) -> jax.Array:
