@@ -64,7 +64,10 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
         require(value >= 1, f"schedule {name}: {setting}={value} must be at least 1")
     recipe = _RECIPES[name]
     if recipe.chunks == 0:
-        require(chunks >= 2, f"schedule {name} needs layout.chunks of at least 2, not {chunks}; 1f1b has one chunk per stage")
+        require(
+            chunks >= 2,
+            f"schedule {name} needs layout.chunks of at least 2, not {chunks}; 1f1b has one chunk per stage",
+        )
     else:
         require(
             chunks in (1, recipe.chunks),
@@ -76,4 +79,3 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     written_for = recipe.least(stages, microbatches)
     rows = [recipe.order(stages, stage, written_for, chunks) for stage in range(stages)]
     return one_by_one(shape, [[op for op in row if op.microbatch < microbatches] for row in rows])
-

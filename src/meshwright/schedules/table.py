@@ -88,7 +88,7 @@ class Schedule:
         return {(stage, op): t for t, tick in enumerate(self.table) for stage, ops in enumerate(tick) for op in ops}
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """For each stage, the most (microbatch, chunk) pairs it holds at once: from F until the last operation that needs them."""
+        """For each stage, the most (microbatch, chunk) pairs it holds at once, each from its F until its last operation."""
         last = self.kinds[-1]
         peaks = []
         for stage in range(self.stages):

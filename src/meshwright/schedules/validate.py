@@ -101,7 +101,10 @@ def _dependencies(schedule: Schedule) -> Iterator[Fault]:
             if there != stage and made + schedule.delay > tick:
                 ticks = "a tick" if schedule.delay == 1 else f"{schedule.delay} ticks"
                 yield Fault(
-                    f"uses {need} of stage {there}, which is done in tick {made}; it must be {ticks} before", tick, stage, op
+                    f"uses {need} of stage {there}, which is done in tick {made}; it must be {ticks} before",
+                    tick,
+                    stage,
+                    op,
                 )
             if there == stage and (made, KINDS.index(need.kind)) >= (tick, KINDS.index(op.kind)):
                 yield Fault(f"uses {need} of the same stage, which is done in tick {made}, not before", tick, stage, op)
