@@ -1,0 +1,1 @@
+"""What a layout costs: time, memory and what moves, computed without devices."""
