@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import Refused
+from meshwright.schedules.files import read_csv, write_csv
 from meshwright.schedules.generate import NAMES, make
+from meshwright.schedules.pack import pack, segments
 from meshwright.schedules.place import from_orders
 from meshwright.schedules.table import Op, Schedule
 from meshwright.schedules.validate import validate
@@ -182,3 +184,137 @@ def test_orders_that_wait_for_each_other_are_refused_by_stage():
 def test_own_orders_become_the_table_that_the_generator_makes():
     schedule = make("1f1b", 4, 6)
     assert from_orders("1f1b", [schedule.order(s) for s in range(4)], 6) == schedule
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "zb-auto"])
+def test_a_file_gives_back_the_table(name, tmp_path):
+    for R, M in ((1, 2), (3, 5), (4, 8)):
+        for delay in (0, 1, 2):
+            schedule = make(name, R, M, 2 if name == "interleaved" else 1)
+            schedule = pack(schedule, delay) if delay else schedule
+            path = tmp_path / f"{name}.csv"
+            write_csv(schedule, path)
+            again = read_csv(path, schedule.delay)
+            placement = again.placement if R == 1 else schedule.placement  # on one stage both are the same
+            assert replace(again, placement=placement) == replace(schedule, placement=placement)
+
+
+def test_the_chunk_column_may_be_left_out_and_lines_may_come_in_any_order(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("op,tick,stage,microbatch,chunk\nB,2,0,0,\n\nF, 0, 0, 0, 0\nB,1,1,0,\nF,1,1,0,0\n")
+    without = tmp_path / "without.csv"
+    without.write_text("op,tick,stage,microbatch\nB,2,0,0\nF,0,0,0\nB,1,1,0\nF,1,1,0\n")
+    assert read_csv(without).table == read_csv(path).table
+    assert read_csv(path).table == (
+        ((Op("F", 0),), ()),
+        ((), (Op("F", 0), Op("B", 0))),
+        ((Op("B", 0),), ()),
+    )
+    assert read_csv(path).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "tick,stage,op\n0,0,F\n",
+            r"mine.csv, line 1: the columns are tick, stage, op; they must be tick, stage, op, micro",
+        ),
+        ("", r"mine.csv, line 1: the columns are none"),
+        ("tick,stage,op,microbatch\n", r"mine.csv: there are no operations"),
+        ("tick,stage,op,microbatch\n0,0,F\n", r"line 2: there are 3 cells for 4 columns"),
+        ("tick,stage,op,microbatch\n0,0,F,-1\n", r"line 2: microbatch='-1' must be a whole number from 0"),
+        ("tick,stage,op,microbatch\n0,0,G,0\n", r"line 2: op='G' must be one of F, B, W"),
+        (
+            "tick,stage,op,microbatch\n0,0,F,0\n900,0,B,0\n",
+            r"line 3: tick 900 and 1 stages are too many .* 2 operations",
+        ),
+        (
+            "tick,stage,op,microbatch\n0,0,F,0\n1,0,F,0\n",
+            r"line 3: tick 1, stage 0, F0: is done a second time; .* line 2, tick 0",
+        ),
+        ("tick,stage,op,microbatch\n0,0,F,0\n", r"mine.csv: stage 0, B0: is never done"),
+        (
+            "tick,stage,op,microbatch\n1,0,F,0\n0,0,B,0\n",
+            r"line 3: tick 0, stage 0, B0: uses F0 of the same stage, .* tick 1",
+        ),
+        (
+            "tick,stage,op,microbatch\n0,0,F,0\n0,1,F,0\n1,1,B,0\n2,0,B,0\n",
+            r"line 3: tick 0, stage 1, F0: uses F0 of stage 0, which is done in tick 0; it must be a tick before",
+        ),
+        (
+            "tick,stage,op,microbatch\n0,0,F,0\n0,0,F,1\n1,0,B,0\n2,0,B,1\n",
+            r"line 3: tick 0, stage 0, F1: comes after F; a stage does at most one F",
+        ),
+        (
+            "tick,stage,op,microbatch,chunk\n0,0,F,0,0\n1,0,F,0,1\n2,0,B,0,0\n3,0,B,0,1\n",
+            r"line 4: tick 2, stage 0, B0: uses B0.1 of stage 0|line 4: .* uses B0.1 of the same stage, .* wrong too",
+        ),
+    ],
+)
+def test_a_fault_in_a_file_is_named_with_its_line(text, message, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises(Refused, match=message):
+        read_csv(path)
+
+
+def test_a_file_that_is_not_there_or_is_not_text_is_refused(tmp_path):
+    with pytest.raises(Refused, match=r"there is no schedule file '.*none.csv'"):
+        read_csv(tmp_path / "none.csv")
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(Refused, match=r"schedule file '.*bytes.csv' cannot be read"):
+        read_csv(tmp_path / "bytes.csv")
+
+
+# ---- packing ----
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "zb-auto"])
+def test_packing_keeps_the_order_and_is_right_and_short(name):
+    for R, M in GRID[::3]:
+        schedule = make(name, R, M, 2 if name == "interleaved" else 1)
+        for delay in (1, 2, 3):
+            packed = validate(pack(schedule, delay))
+            assert [packed.order(s) for s in range(R)] == [schedule.order(s) for s in range(R)]
+            assert packed.peak_in_flight() == schedule.peak_in_flight()
+            if delay == 1:
+                assert len(packed.table) <= len(schedule.table)
+
+
+def test_orders_with_room_for_the_transfer_pack_into_pairs():
+    for R, M in GRID:
+        assert len(pack(make("eager-1f1b", R, M)).table) == M + 2 * (R - 1)
+        if M % R == 0:
+            for v in (2, 3):  # R-1 forward to fill, then pairs, of which the last stage has the most, then R-1 backward
+                assert len(pack(make("interleaved", R, M, v)).table) == v * M + (v - 1) * R + 2 * (R - 1)
+
+
+def test_segments_cover_the_table_with_the_kinds_they_need():
+    for name in NAMES:
+        if name == "zb-auto":
+            continue
+        for R, M in ((1, 1), (2, 3), (4, 4), (4, 12), (8, 9), (8, 32)):
+            for delay in (0, 1, 2):
+                schedule = make(name, R, M, 2 if name == "interleaved" else 1)
+                schedule = pack(schedule, delay) if delay else schedule
+                loops = segments(schedule)
+                assert 1 <= len(loops) <= 5
+                assert [loop.first for loop in loops] == [0, *(loop.last for loop in loops[:-1])]
+                assert loops[-1].last == len(schedule.table)
+                for first, last, kinds in loops:
+                    used = {op.kind for row in schedule.table[first:last] for ops in row for op in ops}
+                    assert used == set(kinds)
+
+
+def test_segments_are_warm_up_steady_and_cool_down():
+    kinds = lambda schedule: [(first, last, "".join(kinds)) for first, last, kinds in segments(schedule)]  # noqa: E731
+    assert kinds(pack(make("eager-1f1b", 4, 8))) == [(0, 3, "F"), (3, 11, "FB"), (11, 14, "B")]
+    assert kinds(make("gpipe", 4, 8)) == [(0, 11, "F"), (11, 22, "B")]
+    assert kinds(make("1f1b", 4, 8)) == [(0, 4, "F"), (4, 18, "FB"), (18, 22, "B")]
+    assert kinds(make("zb-h2", 4, 8)) == [(0, 4, "F"), (4, 8, "FB"), (8, 19, "FBW"), (19, 23, "BW"), (23, 27, "W")]
+    assert kinds(make("1f1b", 1, 2)) == [(0, 4, "FB")]
+    assert len(segments(make("zb-h2", 4, 8), most=2)) == 2
