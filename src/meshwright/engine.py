@@ -225,8 +225,8 @@ class Engine:
         if self.settle_gradients and len(outs) > 1 and outs[0] == "BTNH" and self.layout.live("tensor"):
             x, *moved = _alike(x, *(self._moved_weight(w, w_in, plan) for w_in, _, w, plan in parts))
             return project_heads(x, tuple(moved))
-        arrays = tuple(self._contract(x_letters, w_in, out, x, w, plan) for w_in, out, w, plan in parts)
-        return arrays if len(arrays) > 1 else arrays[0]
+        arrays = [self._contract(x_letters, w_in, out, x, w, plan) for w_in, out, w, plan in parts]
+        return tuple(arrays) if len(arrays) > 1 else arrays[0]
 
     def _contract(self, x_in: str, w_in: str, out: str, x: jax.Array, w: jax.Array, plan: Moves) -> jax.Array:
         w = self._moved_weight(w, w_in, plan)
@@ -289,7 +289,7 @@ class Engine:
         table_VD = self.whole_weight(table_VD, "VD")
         row_BT = ids_BT - place(axes) * table_VD.shape[0]
         mine_BT = (row_BT >= 0) & (row_BT < table_VD.shape[0])
-        rows_BTD = rows(table_VD, jnp.where(mine_BT, row_BT, 0), self.sort_rows)
+        rows_BTD: Any = rows(table_VD, jnp.where(mine_BT, row_BT, 0), self.sort_rows)
         x_BTD = jnp.where(mine_BT[..., None], rows_BTD, 0) if axes else rows_BTD
         if self.layout.sequence_parallel:
             return scatter_sum(x_BTD, axes, 1)

@@ -114,10 +114,10 @@ def _forward(loss, whole, x_MTD, leaf, targets_MT, mask_MT):
     carry = total, vary(dhead_DV, tuple(varying(x_MTD) | varying(head_DV)))
     if count == 1:
         (total, dhead_DV), (dx_TD, dz_TV) = one(carry, (x_MTD[0], targets_MT[0], mask_MT[0]))
-        dx_MTD, dz_MTV = dx_TD[None], dz_TV
+        dx_MTD, dz_MTV = dx_TD[None], None if dz_TV is None else dz_TV[None]
     else:
         (total, dhead_DV), (dx_MTD, dz_MTV) = lax.scan(one, carry, (x_MTD, targets_MT, mask_MT))
-    if at_end:
+    if dz_MTV is not None:
         dhead_DV = loss.head_gradient(x_MTD.reshape(-1, d), dz_MTV.reshape(-1, head_DV.shape[1]))
     (dleaf,) = onto_leaf(dhead_DV.astype(head_DV.dtype))
     # the whole dhead_DV is gone before the layers' turn

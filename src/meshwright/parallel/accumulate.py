@@ -5,6 +5,7 @@ A parameter's working copy counts as different on every device along the axes ov
 reduced once, onto the shards that the optimiser updates. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -131,4 +132,4 @@ def squared_norm(engine: Engine, tree: Tree) -> jax.Array:
         assert varying(g) == set(axes), f"{path} varies over {varying(g)}, is split over {axes}"
         square = jnp.sum(jnp.square(g.astype(engine.wide_dtype)))
         sums[axes] = sums[axes] + square if axes in sums else square
-    return sum(sum_over(square, axes) for axes, square in sums.items())
+    return functools.reduce(jnp.add, (sum_over(square, axes) for axes, square in sums.items()))
