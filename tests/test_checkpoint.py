@@ -144,8 +144,8 @@ def test_every_optimisers_state_is_read_back_on_another_layout(name, tmp_path):
         run = start(with_layout(replace(CONFIG, optim=optim), layout))
         read = Checkpoints(tmp_path, run).restore()
         assert jax.tree.map(lambda x: x.sharding, read) == run.shardings(at_rest=True)
-        expected = jax.tree.leaves(checkpoint._trimmed(first, state))
-        got = jax.tree.leaves(checkpoint._trimmed(run, read))
+        expected = jax.tree.leaves(checkpoint._of_model(first, state))
+        got = jax.tree.leaves(checkpoint._of_model(run, read))
         for one, other in zip(expected, got, strict=True):
             np.testing.assert_array_equal(one, other)
 

@@ -6,6 +6,7 @@ Nothing here imports JAX, so a wrong configuration is refused in milliseconds.
 import dataclasses
 import difflib
 import math
+import re
 import tomllib
 import types
 import typing
@@ -318,14 +319,34 @@ class LayoutConfig:
     """Split the residual stream's tokens over the tensor axis, so that norms are not computed by every rank."""
     microbatches: int = 1
     """Parts of the global batch, run one after another; their gradients are added before one update."""
+    schedule: str = "1f1b"
+    """The order of a pipeline's work: a name (`meshwright show schedule --help` lists them) or a CSV file."""
+    chunks: int = 1
+    """Chunks of layers on each pipeline stage; 1 is the schedule's own number."""
+    stage_layers: str = "balanced"
+    """Layers of each stage, as in "8,8,8,6", or of each chunk in the order of the model; `balanced` counts the head's work."""
+    stash: str = "layer"
+    """What a pipeline keeps of a microbatch until its backward pass: each `layer`'s input and what `train.remat` names, or
+    one input a `stage`, whose layers then run once more."""
+    split_vocabulary: bool = False
+    """Split embedding and head over pipe as well as tensor: all stages work on both, instead of the first and the last."""
+    uniform_ticks: bool = False
+    """Run a pipeline without branches: every stage does the work of every tick and throws away what is not its own."""
 
     def __post_init__(self) -> None:
-        _at_least("layout", self, 1, *AXES, "microbatches")
+        _at_least("layout", self, 1, *AXES, "microbatches", "chunks")
         require(self.zero in (0, 1, 2, 3), f"layout.zero={self.zero} must be 0, 1, 2 or 3")
         _one_of("layout.gather", self.gather, ("use", "step"))
-        for axis in ("pipe", "expert", "context"):
+        _one_of("layout.stash", self.stash, ("layer", "stage"))
+        require(
+            self.stage_layers == "balanced" or bool(re.fullmatch(r"\d+(,\d+)*", self.stage_layers)),
+            f"layout.stage_layers={self.stage_layers!r} must be 'balanced' or numbers of layers, as in '8,8,8,6'",
+        )
+        for axis in ("expert", "context"):
             degree = getattr(self, axis)
-            require(degree == 1, f"layout.{axis}={degree} cannot run yet: data, fsdp and tensor can, so set {axis}=1")
+            require(
+                degree == 1, f"layout.{axis}={degree} cannot run yet: pipe, data, fsdp and tensor can, so set {axis}=1"
+            )
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -417,7 +438,7 @@ def parse_layout(text: str, base: LayoutConfig | None = None) -> LayoutConfig:
     base = base or LayoutConfig()
     table = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)} | dict.fromkeys(AXES, 1)
     seen = set()
-    for part in text.replace(",", " ").split():
+    for part in re.split(r"[\s,]+(?=[^\s,]*[a-z_=])", text.strip(" ,")) if text.strip(" ,") else ():
         name, equals, value = part.partition("=")
         require(bool(equals), f"layout {text!r}: {part!r} has no '='; write axis=degree, as in 'fsdp=4 tensor=2'")
         require(name not in seen, f"layout {text!r} names {name} twice")

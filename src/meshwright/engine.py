@@ -285,15 +285,14 @@ class Engine:
 
     def lookup(self, table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
         """Rows of the token embedding, as a residual stream x_BTD. Each rank looks up its part of the vocabulary."""
-        axes = self.layout.live("tensor")
+        axes = self.layout.vocabulary_axes
         table_VD = self.whole_weight(table_VD, "VD")
         row_BT = ids_BT - place(axes) * table_VD.shape[0]
         mine_BT = (row_BT >= 0) & (row_BT < table_VD.shape[0])
         rows_BTD: Any = rows(table_VD, jnp.where(mine_BT, row_BT, 0), self.sort_rows)
         x_BTD = jnp.where(mine_BT[..., None], rows_BTD, 0) if axes else rows_BTD
-        if self.layout.sequence_parallel:
-            return scatter_sum(x_BTD, axes, 1)
-        return sum_over(x_BTD, axes)
+        scattered = self.layout.live("tensor") if self.layout.sequence_parallel else ()
+        return sum_over(scatter_sum(x_BTD, scattered, 1), tuple(axis for axis in axes if axis not in scattered))
 
     def residual_shard(self, x_BT: jax.Array) -> jax.Array:
         """This device's tokens of the residual stream, of an array that has the tokens of its context shard."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.config import LayoutConfig, ModelConfig, Refused, RunConfig, require
 from meshwright.dims import AXES, BATCH_AXES, TOKEN_AXES, ZERO_AXES
+from meshwright.stages import Stages, stages_of
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
@@ -46,6 +47,16 @@ class Layout:
         """Whether there are fewer key/value heads than tensor ranks, so that ranks share them."""
         return self.model.is_language_model and self.config.tensor > self.model.kv_heads
 
+    @property
+    def vocabulary_axes(self) -> Axes:
+        """The axes that split the vocabulary."""
+        return self.live("pipe", "tensor") if self.config.split_vocabulary else self.live("tensor")
+
+    @property
+    def stages(self) -> Stages:
+        """The layers of each pipeline stage."""
+        return stages_of(self.config, self.model)
+
     # ---- letters to axes ----
 
     def activation(self, letters: str) -> Spec:
@@ -56,7 +67,8 @@ class Layout:
             "B": self.live(*BATCH_AXES),
             "T": tokens,
             "S": self.live("context"),
-            **dict.fromkeys("FNKV", self.live("tensor")),
+            "V": self.vocabulary_axes,
+            **dict.fromkeys("FNK", self.live("tensor")),
         }
         return tuple(axes.get(letter, ()) for letter in letters)
 
@@ -66,7 +78,8 @@ class Layout:
             "L": self.live("pipe"),
             "D": self.live(*ZERO_AXES) if zero and set(letters) & set("FNKV") else (),
             "K": () if self.kv_replicated else self.live("tensor"),
-            **dict.fromkeys("FNV", self.live("tensor")),
+            "V": self.vocabulary_axes,
+            **dict.fromkeys("FN", self.live("tensor")),
         }
         return tuple(axes.get(letter, ()) for letter in letters)
 
@@ -93,7 +106,8 @@ class Layout:
         over_tensor = (residual and self.sequence_parallel and "D" in letters) or (
             "K" in letters and self.kv_replicated
         )
-        axes = (*TOKEN_AXES, *(("tensor",) if over_tensor else ()), *(() if "L" in letters else ("pipe",)))
+        over_pipe = "L" not in letters and not self.config.split_vocabulary
+        axes = (*TOKEN_AXES, *(("tensor",) if over_tensor else ()), *(("pipe",) if over_pipe else ()))
         return tuple(axis for axis in self.live(*axes) if axis not in held)
 
     def reduced_by_layer(self, letters: str) -> bool:
@@ -103,19 +117,29 @@ class Layout:
         a shard of the sum, gradients are reduced once, at the end.
         """
         matrix = "L" in letters and bool(set(letters) & set("FNK")) and "D" in letters
-        return matrix and self.config.microbatches == 1 and self.updated(letters) == self.working(letters)
+        at_once = self.config.microbatches == 1 and not self.live("pipe")
+        return matrix and at_once and self.updated(letters) == self.working(letters)
 
     # ---- sizes ----
 
     def padded_vocab_size(self) -> int:
-        """V as arrays on devices have it: rounded up so that tensor divides it. Padding has no probability and no gradient."""
-        degree = self.degree(self.live("tensor"))
+        """V as arrays on devices have it: rounded up to a multiple of its shards. Padding has no probability and no gradient."""
+        degree = self.degree(self.vocabulary_axes)
         return -(-self.model.vocab_size // degree) * degree
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """The global shape of a parameter as its array on the devices has it (V padded)."""
-        sizes = self.model.sizes | {"V": self.padded_vocab_size()}
+        """The global shape of a parameter as its array on the devices has it (V padded, L the stages' rows)."""
+        sizes = self.model.sizes | {"V": self.padded_vocab_size(), "L": len(self.stages.layer_of_row)}
         return tuple(sizes[letter] for letter in letters)
+
+    def places(self, letter: str) -> tuple[int, ...] | None:
+        """Where each index of a dim of the model lies in the arrays on the devices; None where they are the same.
+
+        Only V (padded) and L (`stages`) may differ.
+        """
+        if letter == "V" and self.padded_vocab_size() != self.model.vocab_size:
+            return tuple(range(self.model.vocab_size))
+        return self.stages.row_of_layer if letter == "L" and not self.stages.in_order else None
 
     def shard_shape(self, letters: str, spec: Spec) -> tuple[int, ...]:
         return tuple(size // self.degree(axes) for size, axes in zip(self.shape(letters), spec, strict=True))
@@ -263,6 +287,11 @@ def _check_model(layout: Layout) -> None:
         f"layout.tensor={tensor} must divide the feed-forward size {f} (model.d_ff, F); "
         + _allowed([t for t in candidates if f % t == 0]),
     )
+    require(
+        model.is_language_model or not layout.config.split_vocabulary,
+        f"layout.split_vocabulary needs a vocabulary, and the family {model.family!r} has none; leave it out",
+    )
+    stages_of(layout.config, model)
     axes = layout.live(*ZERO_AXES)
     degree = layout.degree(axes)
     require(

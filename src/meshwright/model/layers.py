@@ -135,11 +135,13 @@ def attention_dropout(engine: Engine, q_BTNH: jax.Array, tokens: Tokens, layer: 
     return Dropout(rate, random.fold(tokens.dropout_key, "attention", layer), tokens.sample_B, head_N, length)
 
 
-Block = Callable[[Engine, Tree, jax.Array, Tokens, Any], jax.Array]
-"""A layer: (engine, its parameters, x_BTD, tokens, its number) -> x_BTD. Leaves keep their names and have lost L."""
+Block = Callable[[Engine, Tree, jax.Array, Any, Any], jax.Array]
+"""A layer: (engine, its parameters, x, `Tokens` or None, its number) -> x. Leaves keep their names and have lost L."""
 
 
-def run_layers(engine: Engine, block: Block, layers: Tree, x_BTD: jax.Array, tokens: Tokens, remat: str) -> jax.Array:
+def run_layers(
+    engine: Engine, block: Block, layers: Tree, x_BTD: jax.Array, tokens: Tokens | None, remat: str
+) -> jax.Array:
     """The stack of layers as one scan over L; `remat` says what a layer keeps for its backward pass."""
     count = engine.layout.model.layers
     if engine.observe is not None:

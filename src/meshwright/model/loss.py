@@ -30,12 +30,12 @@ class CrossEntropy:
     label_smoothing: float
 
     def __call__(self, x_BTD: jax.Array, head: Head, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-        """The sum over this device's unmasked tokens, equal on all tensor ranks.
+        """The sum over this device's unmasked tokens, equal on all that split the vocabulary.
 
         `x_BTD` has all tokens of the context shard. `head` is a working parameter and the function that makes head_DV
         of it, whole in D and split in V (padding included); its gradient is back on its shards before the layers' turn.
         """
-        axes = self.engine.layout.live("tensor")
+        axes = self.engine.layout.vocabulary_axes
         d = x_BTD.shape[-1]
         tokens = targets_BT.size
         count = -(-tokens // (self.chunk_tokens * self.engine.layout.degree(axes)))
@@ -48,7 +48,7 @@ class CrossEntropy:
     def chunk(self, x_TD, head_DV, target_T, mask_T):
         """The summed loss of a chunk, and its gradients by x and by the logits (for a cotangent of one)."""
         engine = self.engine
-        axes, v_true, dtype = engine.layout.live("tensor"), engine.layout.model.vocab_size, engine.logits_dtype
+        axes, v_true, dtype = engine.layout.vocabulary_axes, engine.layout.model.vocab_size, engine.logits_dtype
         v = head_DV.shape[1]
         first = place(axes) * v
         z_TV = jnp.matmul(x_TD, head_DV, preferred_element_type=dtype)
@@ -100,7 +100,7 @@ def _forward(loss, whole, x_MTD, leaf, targets_MT, mask_MT):
     head_DV, onto_leaf = jax.vjp(whole, leaf)
     count, chunk, d = x_MTD.shape
     at_end = count * chunk * head_DV.dtype.itemsize <= d * loss.engine.wide_dtype.itemsize
-    own = tuple(varying(x_MTD) - set(loss.engine.layout.live("tensor")))
+    own = tuple(varying(x_MTD) - set(loss.engine.layout.vocabulary_axes))
 
     def one(carry, chunk):
         total, dhead_DV = carry

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshwright import random
 from meshwright.config import ModelConfig
@@ -84,20 +85,27 @@ def _initial_shard(layout: Layout, path: str, seed: int) -> jax.Array:
     letters, model = letters_of(path), layout.model
     spec = layout.stored(letters)
     shape = layout.shard_shape(letters, spec)
-    if "scale_" in path:
-        return jnp.ones(shape, jnp.float32)
-    if "bias_" in path:
-        return jnp.zeros(shape, jnp.float32)
     index = [
         _global_index(size, axes, dim, len(shape)) for dim, (size, axes) in enumerate(zip(shape, spec, strict=True))
     ]
-    column = jnp.zeros((1,) * len(shape), jnp.uint32)
-    for i, letter in zip(index[1:], letters[1:], strict=True):  # the true sizes: values do not depend on padding
-        column = column * jnp.uint32(model.sizes[letter]) + i
-    values = random.bell(random.key_of(seed, path), index[0], column, _deviation(path, model))
-    if "V" in letters:
-        values = jnp.where(index[letters.index("V")] < model.vocab_size, values, 0)
+    if letters[0] == "L":
+        index[0] = _layers(layout, index[0])
+    if "scale_" in path or "bias_" in path:
+        values = jnp.full(shape, 1.0 if "scale_" in path else 0.0, jnp.float32)
+    else:
+        column = jnp.zeros((1,) * len(shape), jnp.uint32)
+        for i, letter in zip(index[1:], letters[1:], strict=True):  # the true sizes: values do not depend on padding
+            column = column * jnp.uint32(model.sizes[letter]) + i
+        values = random.bell(random.key_of(seed, path), index[0], column, _deviation(path, model))
+    for i, letter in zip(index, letters, strict=True):
+        values = jnp.where(i < model.sizes[letter], values, 0) if layout.places(letter) else values
     return values
+
+
+def _layers(layout: Layout, row_L: jax.Array) -> jax.Array:
+    """The layer of each row of a stage's arrays; a row without one has a number beyond the last."""
+    layer_of_row = jnp.array([n if n >= 0 else 2**31 for n in layout.stages.layer_of_row], jnp.uint32)
+    return row_L if layout.stages.in_order else layer_of_row[row_L]
 
 
 def _global_index(local_size: int, axes: tuple[str, ...], dim: int, rank: int) -> jax.Array:
@@ -109,3 +117,37 @@ def _deviation(path: str, model: ModelConfig) -> float:
     writes_residual = path.endswith(("out_LNHD", "down_LFD")) and model.family != "ffn"
     deviation = 0.02 if model.is_language_model else 1 / math.sqrt(model.sizes[letters_of(path)[1]])
     return deviation / math.sqrt(2 * model.layers) if writes_residual else deviation
+
+
+# ---- whole arrays: of the model, and on the devices ---------------------------------------------------------
+
+
+def of_model(layout: Layout, letters: str, x: Any) -> Any:
+    """A whole array as the model has it, from one as it is on the devices: without padding, the layers in order.
+
+    `x` is of JAX or NumPy, and so is the answer.
+    """
+    for dim, letter in enumerate(letters):
+        places = layout.places(letter)
+        if places:
+            first = places == tuple(range(len(places)))
+            x = x[(slice(None),) * dim + (slice(len(places)) if first else np.array(places),)]
+    return x
+
+
+def on_devices(layout: Layout, letters: str, x: Any) -> Any:
+    """The other way: zeros where the model has nothing."""
+    xp = jnp if isinstance(x, jax.Array) else np
+    for dim, letter in enumerate(letters):
+        places = layout.places(letter)
+        if not places:
+            continue
+        size = layout.shape(letter)[0]
+        if places == tuple(range(len(places))):
+            x = xp.pad(x, [(0, size - len(places) if d == dim else 0) for d in range(x.ndim)])
+        else:
+            index = np.full(size, -1)
+            index[list(places)] = range(len(places))
+            held = (index >= 0).reshape((-1,) + (1,) * (x.ndim - dim - 1))
+            x = xp.where(held, x[(slice(None),) * dim + (np.maximum(index, 0),)], xp.zeros((), x.dtype))
+    return x

@@ -5,13 +5,15 @@ and their sources are in `orders.py`; zb-auto is searched for the given times (`
 """
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.config import Refused, require
 from meshwright.schedules import orders
 from meshwright.schedules.place import one_by_one
+from meshwright.schedules.search import search
 from meshwright.schedules.table import Op, Schedule
+from meshwright.schedules.times import Times
 
 NAMES = {
     "gpipe": "all forward, then all backward; holds every microbatch",
@@ -51,10 +53,23 @@ _RECIPES = {
 }
 
 
-def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def make(
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    times: Times | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+) -> Schedule:
     """The schedule called `name`, one operation per stage and tick.
 
-    `chunks` of 1 is the schedule's own number: 2 for zb-v and dualpipe-v. Refuses unknown names and other numbers of chunks.
+    Args:
+        chunks: per stage; 1 is the schedule's own number: 2 for zb-v and dualpipe-v.
+        times: for zb-auto: of its operations; F = B = W and no transfers where nothing is said.
+        memory_limit: for zb-auto: the microbatches that a stage may hold; as many as stages where nothing is said.
+
+    Refuses unknown names, other numbers of chunks, and times and limits for schedules that do not take them.
     """
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
@@ -62,6 +77,10 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
         raise Refused(f"layout.schedule={name!r} is not known; known: {', '.join(NAMES)}{hint}")
     for setting, value in (("stages (layout.pipe)", stages), ("layout.microbatches", microbatches)):
         require(value >= 1, f"schedule {name}: {setting}={value} must be at least 1")
+    if name == "zb-auto":
+        require(chunks == 1, f"schedule zb-auto has 1 chunk per stage, not layout.chunks={chunks}; zb-v has 2")
+        return search(stages, microbatches, times or Times(1, 1, 1), memory_limit)
+    require(times is None and memory_limit is None, f"schedule {name} takes no times and no memory_limit; zb-auto does")
     recipe = _RECIPES[name]
     if recipe.chunks == 0:
         require(

@@ -1,4 +1,5 @@
-"""Checkpoints that know nothing of the layout: orbax files of whole arrays, without vocabulary padding.
+"""Checkpoints that know nothing of the layout: orbax files of whole arrays as the model has them: no padding of
+the vocabulary, every layer in order.
 
 Saved on any layout, they are read on any other, each device reading its own shards. Each has a list of its files with
 their checksums, written before the directory gets its final name: what is named and agrees with its list is complete.
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import Refused
+from meshwright.model import params as parameters
 from meshwright.train.state import Run, moment_letters
 
 Tree = Any
@@ -72,7 +73,7 @@ class Checkpoints:
             return
         self._step = step
         with _written(step):
-            self._manager.save(step, args=ocp.args.PyTreeSave(_trimmed(self.run, state)))
+            self._manager.save(step, args=ocp.args.PyTreeSave(_of_model(self.run, state)))
 
     def wait(self) -> None:
         """Until everything is on disk; refuses where it could not be written."""
@@ -102,7 +103,7 @@ class Checkpoints:
         step = self._newest()
         if step is None:
             return None
-        wanted = _trimmed_kinds(self.run)
+        wanted = _model_kinds(self.run)
         try:
             found = self._manager.item_metadata(step)
             require_same_leaves(step, getattr(found, "tree", found), wanted)
@@ -115,7 +116,7 @@ class Checkpoints:
                 f"checkpoint {self.directory.name}/{step} cannot be read: {str(error).splitlines()[0][:300]};"
                 " remove it to go on from the one before"
             ) from None
-        return _padded(self.run, state)
+        return _on_devices(self.run, state)
 
     def _newest(self) -> int | None:
         """The newest complete step, by process 0's judgement."""
@@ -242,13 +243,17 @@ def _kind(kind: tuple[tuple[int, ...], str]) -> str:
     return f"{kind[1]}[{','.join(map(str, kind[0]))}]"
 
 
-# ---- padding of the vocabulary -----------------------------------------------------------------------------
+# ---- arrays of the model and arrays on the devices ---------------------------------------------------------
 
 
-def _vocabulary_dims(tree: Tree, run: Run) -> Tree:
-    """For each leaf of a state, the dim that is the padded vocabulary, or -1."""
-    find = lambda path, x: moment_letters(path, x, run.layout).find("V")  # noqa: E731
-    return jax.tree_util.tree_map_with_path(find, tree)
+def _letters(tree: Tree, run: Run) -> Tree:
+    """For each leaf of a state as it is on the devices, its letters where any of its dims differs from the model's."""
+
+    def leaf(path: tuple[Any, ...], x: Any) -> str:
+        letters = moment_letters(path, x, run.layout)
+        return letters if any(run.layout.places(letter) for letter in letters) else ""
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
 def _kinds(run: Run) -> Tree:
@@ -256,43 +261,47 @@ def _kinds(run: Run) -> Tree:
     return jax.eval_shape(run.initial_state)
 
 
-def _is_padded(run: Run) -> bool:
-    return run.layout.model.is_language_model and run.layout.padded_vocab_size() != run.layout.model.vocab_size
+def _model_kinds(run: Run) -> Tree:
+    """The same as the model has them, and as a checkpoint holds them."""
+    kinds, layout = _kinds(run), run.layout
+
+    def leaf(kind: Any, sharding: NamedSharding, letters: str) -> jax.ShapeDtypeStruct:
+        if letters:
+            kind = jax.eval_shape(lambda x: parameters.of_model(layout, letters, x), kind)
+            sharding = NamedSharding(run.mesh, PartitionSpec(*_fitting(run, sharding.spec, kind.shape)))
+        return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, kinds, run.shardings(), _letters(kinds, run))
 
 
-def _trimmed_kinds(run: Run) -> Tree:
-    vocabulary, kinds = run.layout.model.vocab_size, _kinds(run)
+def _fitting(run: Run, spec: Any, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+    """Axes for each dim as in `spec`; those that do not divide their dim go to another that they divide, or nowhere."""
+    axes = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
+    axes += [()] * (len(shape) - len(axes))
+    degree = lambda names: run.layout.degree(names)  # noqa: E731
+    for dim, size in enumerate(shape):
+        if size % degree(axes[dim]):
+            homeless, axes[dim] = axes[dim], ()
+            free = [d for d, n in enumerate(shape) if d != dim and n % (degree(axes[d]) * degree(homeless)) == 0]
+            if free:
+                axes[free[0]] += homeless
+    return axes
 
-    def leaf(kind: Any, sharding: NamedSharding, dim: int) -> jax.ShapeDtypeStruct:
-        if dim < 0 or not _is_padded(run):
-            return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
-        shape, axes = list(kind.shape), list(sharding.spec)
-        shape[dim], axes[dim] = vocabulary, None
-        return jax.ShapeDtypeStruct(tuple(shape), kind.dtype, sharding=NamedSharding(run.mesh, PartitionSpec(*axes)))
 
-    return jax.tree.map(leaf, kinds, run.shardings(), _vocabulary_dims(kinds, run))
-
-
-def _trimmed(run: Run, state: Tree) -> Tree:
-    """The state without vocabulary padding (and out of host memory, where it was offloaded)."""
-    if not _is_padded(run):
+def _of_model(run: Run, state: Tree) -> Tree:
+    """The state as the model has it (and out of host memory, where it was offloaded)."""
+    letters = _letters(state, run)
+    if not any(jax.tree.leaves(letters)):
         return state
-    dims, vocabulary = _vocabulary_dims(state, run), run.layout.model.vocab_size
-    shardings = jax.tree.map(lambda kind: kind.sharding, _trimmed_kinds(run))
-    trim = lambda x, dim: jax.lax.slice_in_dim(x, 0, vocabulary, axis=dim) if dim >= 0 else x  # noqa: E731
-    return jax.jit(lambda state: jax.tree.map(trim, state, dims), out_shardings=shardings)(state)
+    shardings = jax.tree.map(lambda kind: kind.sharding, _model_kinds(run))
+    leaf = lambda x, word: parameters.of_model(run.layout, word, x) if word else x  # noqa: E731
+    return jax.jit(lambda state: jax.tree.map(leaf, state, letters), out_shardings=shardings)(state)
 
 
-def _padded(run: Run, state: Tree) -> Tree:
-    """A trimmed state as this layout has it on its devices."""
-    missing = run.layout.padded_vocab_size() - run.layout.model.vocab_size if _is_padded(run) else 0
-    dims = _vocabulary_dims(_kinds(run), run)
-
-    def pad(x: jax.Array, dim: int) -> jax.Array:
-        if dim < 0 or not missing:
-            return x
-        return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)])
-
-    if not missing and not run.config.optim.offload:
+def _on_devices(run: Run, state: Tree) -> Tree:
+    """A state of the model as this layout has it on its devices."""
+    letters = _letters(_kinds(run), run)
+    if not any(jax.tree.leaves(letters)) and not run.config.optim.offload:
         return state
-    return jax.jit(lambda state: jax.tree.map(pad, state, dims), out_shardings=run.shardings(at_rest=True))(state)
+    leaf = lambda x, word: parameters.on_devices(run.layout, word, x) if word else x  # noqa: E731
+    return jax.jit(lambda state: jax.tree.map(leaf, state, letters), out_shardings=run.shardings(at_rest=True))(state)

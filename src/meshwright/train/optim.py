@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from meshwright.config import OptimConfig
 from meshwright.engine import gather, take_shard
 from meshwright.layout import Layout, Spec, letters_of
+from meshwright.model import params as parameters
 
 Tree = Any
 
@@ -113,12 +113,10 @@ def on_whole_leaves(inner: optax.GradientTransformation, layout: Layout) -> opta
 
     def whole(tree: Tree) -> Tree:
         gathered = _each_split(layout, tree, lambda x, axes, dim: gather(x, axes, dim, same=True))
-        return _each_vocabulary(gathered, lambda x, dim: lax.slice_in_dim(x, 0, layout.model.vocab_size, axis=dim))
+        return _each_leaf(gathered, functools.partial(parameters.of_model, layout))
 
     def shards(tree: Tree) -> Tree:
-        missing = layout.padded_vocab_size() - layout.model.vocab_size
-        pad = lambda x, dim: jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)])  # noqa: E731
-        return _each_split(layout, _each_vocabulary(tree, pad), take_shard)
+        return _each_split(layout, _each_leaf(tree, functools.partial(parameters.on_devices, layout)), take_shard)
 
     def init(params: Tree) -> Tree:
         return inner.init(whole(params))
@@ -140,11 +138,6 @@ def _each_split(layout: Layout, tree: Tree, move: Callable[[jax.Array, tuple[str
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def _each_vocabulary(tree: Tree, change: Callable[[jax.Array, int], jax.Array]) -> Tree:
-    """`change` (of an array and its vocabulary dim) on each leaf that has a vocabulary: padding is no part of a whole leaf."""
-
-    def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        letters = letters_of(path_of(path))
-        return change(x, letters.index("V")) if "V" in letters else x
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+def _each_leaf(tree: Tree, change: Callable[[str, jax.Array], jax.Array]) -> Tree:
+    """`change` (of letters and array) on each leaf: a whole leaf is as the model has it."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: change(letters_of(path_of(path)), x), tree)

@@ -93,10 +93,10 @@ def _program(run: Run, window: int, sampling: Sampling) -> Any:
         def one(i: jax.Array, tokens_BT: jax.Array) -> jax.Array:
             first = jnp.maximum(i - window, 0)
             seen_BT = lax.dynamic_slice_in_dim(tokens_BT, first, window, axis=1)
-            x_BTD = hidden(engine, working, {"tokens_BT": seen_BT, **fixed}, "none")
+            x_BTD = hidden(engine, working, {"tokens_BT": seen_BT, **fixed})
             last_BTD = lax.dynamic_slice_in_dim(x_BTD, i - 1 - first, 1, axis=1)
             z_BTV = vocabulary_logits(engine, last_BTD, head_DV)
-            z_BV = gather(z_BTV, run.layout.live("tensor"), 2, same=True)[:, 0]
+            z_BV = gather(z_BTV, run.layout.vocabulary_axes, 2, same=True)[:, 0]
             next_B = choose(z_BV, sampling, i)
             return lax.dynamic_update_slice_in_dim(tokens_BT, next_B[:, None], i, axis=1)
 

@@ -71,10 +71,8 @@ def points(config: RunConfig) -> dict[str, str]:
 
     objective = step.objective_of(replace(run, engine=replace(run.engine, observe=note)))
     shapes = {"tokens_BT": jnp.int32, "targets_BT": jnp.int32, "mask_BT": bool, "segments_BT": jnp.int32}
-    shapes |= {"positions_BT": jnp.int32, "sample_B": jnp.int32}
-    if not config.model.is_language_model:
-        return {}
-    sizes = {"B": config.train.sequences, "T": config.train.sequence_length}
+    shapes |= {"positions_BT": jnp.int32, "sample_B": jnp.int32, "x_BD": float, "y_BD": float}
+    sizes = {"B": config.train.sequences, "T": config.train.sequence_length, "D": config.model.d_model}
     batch = {
         name: jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in word), shapes[name])
         for name, word in objective.batch_letters.items()
@@ -132,7 +130,7 @@ def watch(case: Case, layout: LayoutConfig, batch: Tree) -> Watched:
         if axes:
             copies[path] = " ".join(axes)
     sums = {path: assemble(run, config, word, gradients[path])[0] for path, word in letters.items()}
-    return Watched(values, sums, copies, float(loss), parity.trimmed(config.model, of_params))
+    return Watched(values, sums, copies, float(loss), parity.trimmed(checked, of_params))
 
 
 def whole_shape(layout: Layout, config: RunConfig, letters: str) -> tuple[int, ...]:

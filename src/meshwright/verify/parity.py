@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright import mesh
 from meshwright.config import LayoutConfig, Refused, RunConfig
 from meshwright.engine import Engine
-from meshwright.layout import check, letters_of
+from meshwright.layout import Layout, check, letters_of
 from meshwright.model import params as parameters
 from meshwright.train import optim, step
 from meshwright.train.state import Run, partition
@@ -162,12 +162,12 @@ def observe(case: Case, layout: LayoutConfig, batch: Tree) -> Observed:
         f"after {ADAM_STEPS} AdamW steps, ": adam["params"],
     }
     moments = {f"after {ADAM_STEPS} AdamW steps, optimiser state ": adam["opt"]}
-    trim = functools.partial(trimmed, case.config.model)
+    trim = functools.partial(trimmed, run.layout)
     return Observed(
         initial=trim(initial),
         loss=float(metrics["loss"]),
         norm=float(metrics["grad_norm"]),
-        gradient=_unclipped(case, sgd, metrics),
+        gradient=_unclipped(run, sgd, metrics),
         after_sgd=trim(sgd["params"]),
         after_adam=trim(adam["params"]),
         evaluation=float(evaluated[0]) / max(float(evaluated[1]), 1),
@@ -183,7 +183,7 @@ def loss_and_gradient(case: Case, layout: LayoutConfig, batch: Tree) -> tuple[fl
     shapes = jax.eval_shape(run.initial_state)["opt"]
     state = _state(run, case, jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes), adam_acts=False)
     state, metrics = compile_fast(run, step.train_step(run), state, on_devices)(state, on_devices)
-    return float(metrics["loss"]), _unclipped(case, state, metrics)
+    return float(metrics["loss"]), _unclipped(run, state, metrics)
 
 
 def run_of(case: Case, layout: LayoutConfig) -> Run:
@@ -211,10 +211,10 @@ def _state(run: Run, case: Case, opt: Tree, *, adam_acts: bool) -> Tree:
     return {"params": put_params(run, case.params, params)} | jax.tree.map(jax.device_put, state, shardings)
 
 
-def _unclipped(case: Case, state: Tree, metrics: Tree) -> Tree:
+def _unclipped(run: Run, state: Tree, metrics: Tree) -> Tree:
     """The gradient before clipping, f64 on the host, of the state after a step."""
     clip = float(metrics["clip_factor"])
-    gradient = trimmed(case.config.model, state["opt"]["gradient"])
+    gradient = trimmed(run.layout, state["opt"]["gradient"])
     return jax.tree.map(lambda g: np.asarray(g, np.float64) / clip, gradient)
 
 
@@ -231,33 +231,29 @@ def put_params(run: Run, params: Tree, shardings: Tree = None) -> Tree:
     dtype = np.dtype(run.config.train.param_dtype)
 
     def put(path: str, array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        wanted = run.layout.shape(letters_of(path))
-        padded = np.pad(array.astype(dtype), [(0, w - n) for w, n in zip(wanted, array.shape, strict=True)])
-        return jax.device_put(padded, sharding)
+        return jax.device_put(parameters.on_devices(run.layout, letters_of(path), array.astype(dtype)), sharding)
 
     shardings = run.shardings()["params"] if shardings is None else shardings
     return jax.tree.map(put, parameters.names(run.layout.model), params, shardings)
 
 
-def trimmed(model: Any, tree: Tree) -> Tree:
-    """Whole arrays on the host, without the padding of the vocabulary."""
+def trimmed(layout: Layout, tree: Tree) -> Tree:
+    """Whole arrays on the host, as the model has them."""
 
     def trim(path: str, array: jax.Array) -> np.ndarray:
-        true = tuple(slice(model.sizes[letter]) for letter in letters_of(path))
-        return np.asarray(jax.device_get(array))[true]
+        return parameters.of_model(layout, letters_of(path), np.asarray(jax.device_get(array)))
 
-    return jax.tree.map(trim, parameters.names(model), tree)
+    return jax.tree.map(trim, parameters.names(layout.model), tree)
 
 
 def _padding_faults(run: Run, tree: Tree) -> Iterator[str]:
-    """The leaves whose vocabulary padding is not exactly zero."""
-    v = run.layout.model.vocab_size
+    """The leaves that hold anything but zeros where the model has nothing."""
+    what = {"V": "the vocabulary's padding", "L": "a row without a layer"}
     for path, array in zip(jax.tree.leaves(parameters.names(run.layout.model)), jax.tree.leaves(tree), strict=True):
-        letters = letters_of(path)
-        if "V" in letters:
-            padding = np.moveaxis(np.asarray(array), letters.index("V"), 0)[v:]
+        for dim, letter in enumerate(letters_of(path)):
+            padding = np.delete(np.asarray(array), run.layout.places(letter) or slice(None), axis=dim)
             if np.any(padding != 0):
-                yield f"{path}: the vocabulary's padding is not zero (up to {np.abs(padding).max():.1e})"
+                yield f"{path}: {what[letter]} is not zero (up to {np.abs(padding).max():.1e})"
 
 
 def _copy_faults(run: Run, tree: Tree) -> Iterator[str]:
@@ -411,4 +407,4 @@ class Verifier:
 def initial_weights(case: Case) -> Tree:
     """The initial weights that one device makes, without padding."""
     run = run_of(case, LayoutConfig())
-    return trimmed(case.config.model, compile_fast(run, jax.jit(run.initial_state))()["params"])
+    return trimmed(run.layout, compile_fast(run, jax.jit(run.initial_state))()["params"])
