@@ -8,7 +8,7 @@ and does nothing where its axes are empty, so that one device runs the bare math
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -174,6 +174,8 @@ class Engine:
     """Axes along which weights are gathered in two stages, and how many neighbours make the first (`mesh.rings`)."""
     observe: Callable[[str, str, jax.Array], jax.Array] | None = None
     """Called with the path, letters and value of every named array; its answer takes the array's place (for `verify`)."""
+    defer: Callable[["Engine", str, jax.Array, tuple[jax.Array, ...]], Any] | None = None
+    """Called in the place of `einsum` (for backward passes in two parts), with an engine that calls it no more."""
     path: str = ""
     """Where in the model the named arrays are: ``layers/3/``."""
 
@@ -213,6 +215,8 @@ class Engine:
 
         `x` is gathered once for all weights. One weight gives one array, several a tuple.
         """
+        if self.defer is not None:
+            return self.defer(replace(self, defer=None), equation, x, weights)
         operands, results = equation.split("->")
         x_letters, w_letters = operands.split(",")
         outs = results.split()

@@ -16,8 +16,10 @@ from meshwright.compat import vary, varying
 from meshwright.dims import TOKEN_AXES
 from meshwright.engine import Engine, gather, scatter_sum, sum_over, take_shard, wider
 from meshwright.layout import Axes, Spec, letters_of
+from meshwright.model import forward
 from meshwright.model import params as parameters
 from meshwright.model.forward import Objective
+from meshwright.parallel.pipeline import Pipeline, running_schedule
 
 Tree = dict[str, Any]
 
@@ -31,12 +33,16 @@ def loss_and_gradients(
     `params` are in `layout.stored`; `batch` is this device's shard.
     """
     engine = objective.engine
-    tokens = engine.layout.live(*TOKEN_AXES)
+    tokens, pipe = engine.layout.live(*TOKEN_AXES), engine.layout.live("pipe")
     total = sum_over(objective.count(batch), tokens)
     scale = 1 / jnp.maximum(total, 1)
     working = enter(engine, params)
-    loss, gradients = _accumulated(objective, working, batch, key, scale)
-    return sum_over(loss, tokens), reduce(engine, gradients), total
+    if pipe:
+        pipeline = Pipeline(objective, working, microbatches(engine, batch), key, scale)
+        loss, gradients = pipeline.loss_and_gradients(running_schedule(engine))
+    else:
+        loss, gradients = _accumulated(objective, working, batch, key, scale)
+    return sum_over(loss, (*pipe, *tokens)), reduce(engine, gradients), total
 
 
 def _accumulated(
@@ -52,12 +58,35 @@ def _accumulated(
 
     if count == 1:
         return one(batch)
-    parts = jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
     tokens = engine.layout.live(*TOKEN_AXES)
     zero_like = lambda w: vary(jnp.zeros(w.shape, wider(w.dtype, engine.reduce_dtype)), tuple(varying(w)))  # noqa: E731
     zero = vary(jnp.zeros((), engine.logits_dtype), tokens), jax.tree.map(zero_like, working)
     add = lambda total, part: (jax.tree.map(jnp.add, total, one(part)), None)  # noqa: E731
-    return lax.scan(add, zero, parts)[0]
+    return lax.scan(add, zero, microbatches(engine, batch))[0]
+
+
+def loss_sum(objective: Objective, params: Tree, batch: Tree) -> jax.Array:
+    """The loss summed over all targets of a global batch, without dropout; equal on every device."""
+    engine = objective.engine
+    working, tokens, pipe = enter(engine, params), engine.layout.live(*TOKEN_AXES), engine.layout.live("pipe")
+    if pipe:
+        return sum_over(Pipeline(objective, working, microbatches(engine, batch)).loss_sum(), (*pipe, *tokens))
+    return sum_over(objective.loss_sum(working, batch, None), tokens)
+
+
+def hidden(objective: Objective, working: Tree, batch: Tree) -> jax.Array:
+    """x_BTD after the last norm, without dropout, on every stage of a pipeline."""
+    engine = objective.engine
+    if not engine.layout.live("pipe"):
+        return forward.hidden(engine, working, batch)
+    parts = jax.tree.map(lambda a: a[None], batch)
+    return forward.after_layers(engine, working, Pipeline(objective, working, parts).last_stream())
+
+
+def microbatches(engine: Engine, batch: Tree) -> Tree:
+    """This device's shard of a batch in equal parts: each array [M, B / M, ...]."""
+    count = engine.layout.config.microbatches
+    return jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch)
 
 
 def enter(engine: Engine, params: Tree) -> Tree:

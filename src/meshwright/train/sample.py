@@ -15,10 +15,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright import random
+from meshwright.compat import varying
 from meshwright.config import require
 from meshwright.dims import BATCH_AXES
-from meshwright.engine import gather
-from meshwright.model.forward import hidden, vocabulary_logits, whole_head
+from meshwright.engine import gather, max_over
+from meshwright.model.forward import Objective, vocabulary_logits, whole_head
 from meshwright.parallel import accumulate
 from meshwright.train.state import Run
 
@@ -78,7 +79,7 @@ def writer(run: Run, prompt_length: int, count: int, sampling: Sampling) -> tupl
 @functools.lru_cache(maxsize=8)
 def _program(run: Run, window: int, sampling: Sampling) -> Any:
     engine = replace(run.engine, unroll_layers=False)
-    batch_axes = run.layout.live(*BATCH_AXES)
+    batch_axes, objective = run.layout.live(*BATCH_AXES), Objective(engine, run.config.train, "full")
 
     def write(params: Tree, tokens_BT: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
         working = accumulate.enter(engine, params)
@@ -93,10 +94,11 @@ def _program(run: Run, window: int, sampling: Sampling) -> Any:
         def one(i: jax.Array, tokens_BT: jax.Array) -> jax.Array:
             first = jnp.maximum(i - window, 0)
             seen_BT = lax.dynamic_slice_in_dim(tokens_BT, first, window, axis=1)
-            x_BTD = hidden(engine, working, {"tokens_BT": seen_BT, **fixed})
+            x_BTD = accumulate.hidden(objective, working, {"tokens_BT": seen_BT, **fixed})
             last_BTD = lax.dynamic_slice_in_dim(x_BTD, i - 1 - first, 1, axis=1)
             z_BTV = vocabulary_logits(engine, last_BTD, head_DV)
             z_BV = gather(z_BTV, run.layout.vocabulary_axes, 2, same=True)[:, 0]
+            z_BV = max_over(z_BV, tuple(varying(z_BV) & {"pipe"}))  # equal on all stages already
             next_B = choose(z_BV, sampling, i)
             return lax.dynamic_update_slice_in_dim(tokens_BT, next_B[:, None], i, axis=1)
 

@@ -105,8 +105,7 @@ def eval_step(run: Run) -> Any:
     tokens = run.layout.live(*TOKEN_AXES)
 
     def step(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        working = accumulate.enter(run.engine, params)
-        return sum_over(objective.loss_sum(working, batch, None), tokens), sum_over(objective.count(batch), tokens)
+        return accumulate.loss_sum(objective, params, batch), sum_over(objective.count(batch), tokens)
 
     return run.manual(step, (run.specs()["params"], run.batch_specs(objective.batch_letters)), PartitionSpec())
 
