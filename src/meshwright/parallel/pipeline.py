@@ -166,27 +166,30 @@ class Pipeline:
     # ---- F ----
 
     def _forward(self, state: Tree, own: Row, row: Row) -> tuple[Tree, jax.Array]:
-        embedded = self._embedded(row) if self.split else None
+        embedded = self._embedded(row) if self.split and "F_first" in row else None
 
         def do(state: Tree) -> tuple[Tree, jax.Array]:
             part, x = self._input(own, state["input"], embedded)
             y, kept = self.layer.forward(own["F_chunk"], x, tokens_of(self.engine, part, self.key))
             kept = kept if self.engine.layout.config.stash == "layer" else {"x": x}
             state = state | {"stash": put(state["stash"], own["F_stash"], kept)}
-            if not self.split:
+            if not self.split and "F_last" in own:
                 last = lambda state: self._slope(state, own["F_slope"], y, part)  # noqa: E731
                 state = lax.cond(own["F_last"] == 1, last, lambda state: state, state)
             return state, y
 
         state, y = self._when(own["F"] == 1, do, lambda state: (state, self.stream()), state)
-        if self.split:
+        if self.split and "F_last" in row:
             slope = lambda state, y, part, mine: self._slope(state, own["F_slope"], y, part, mine)  # noqa: E731
             state = self._together(state, own, row, y, slope)
         return state, y
 
     def _input(self, own: Row, inputs: jax.Array, embedded: jax.Array | None) -> tuple[Tree, jax.Array]:
         """The microbatch of this stage's F, and what its chunk is given."""
-        part, x, first = self.part(own["F_microbatch"]), get(inputs, own["F_input"]), own["F_first"] == 1
+        part, x = self.part(own["F_microbatch"]), get(inputs, own["F_input"])
+        if "F_first" not in own:
+            return part, x
+        first = own["F_first"] == 1
         if embedded is not None:
             return part, jnp.where(first, embedded, x)
         return part, lax.cond(first, lambda: vary(self.embed(self.ends, part), ("pipe",)), lambda: x)
@@ -218,10 +221,13 @@ class Pipeline:
     # ---- B and W ----
 
     def _backward(self, state: Tree, own: Row, row: Row) -> tuple[Tree, jax.Array]:
+        # out of the ring before the branch: in it, XLA:TPU copies the whole ring into the layout of its use (0.12.0)
+        stashed = lax.optimization_barrier(get(state["stash"], own["B_stash"]))
+
         def do(state: Tree) -> tuple[Tree, jax.Array]:
             part = self.part(own["B_microbatch"])
             tokens = tokens_of(self.engine, part, self.key)
-            kept, chunk = get(state["stash"], own["B_stash"]), own["B_chunk"]
+            kept, chunk = stashed, own["B_chunk"]
             if self.engine.layout.config.stash == "stage":
                 _, kept = self.layer.forward(chunk, kept["x"], tokens)
             dy = get(state["slope"], own["B_slope"])
@@ -231,13 +237,13 @@ class Pipeline:
             else:
                 dx, layers = self.layer.backward(chunk, kept, dy, tokens, state["layers"])
             state = state | {"layers": layers}
-            if not self.split:
+            if not self.split and "B_first" in own:
                 first = lambda state: self._first(state, dx, part)  # noqa: E731
                 state = lax.cond(own["B_first"] == 1, first, lambda state: state, state)
             return state, dx
 
         state, dx = self._when(own["B"] == 1, do, lambda state: (state, self.stream()), state)
-        if self.split:
+        if self.split and "B_first" in row:
             does = row["B"] * row["B_first"]
             number = (does * row["B_microbatch"]).max()
             dx_all = lambda: sum_over(jnp.where(own["B"] * own["B_first"] == 1, dx, 0), ("pipe",))  # noqa: E731
@@ -270,17 +276,17 @@ class Pipeline:
 
         def tick(carry: tuple[Any, jax.Array], row: Row) -> tuple[Any, None]:
             (total, inputs), own = carry, self._own(row)
-            embedded = self._embedded(row) if self.split else None
+            embedded = self._embedded(row) if self.split and "F_first" in row else None
 
             def do(total: Any) -> tuple[Any, jax.Array]:
                 part, x = self._input(own, inputs, embedded)
                 y, _ = self.layer.forward(own["F_chunk"], x, tokens_of(self.engine, part, self.key))
-                if not self.split:
+                if not self.split and "F_last" in own:
                     total = lax.cond(own["F_last"] == 1, lambda t: use(t, y, part), lambda t: t, total)
                 return total, y
 
             total, y = self._when(own["F"] == 1, do, lambda total: (total, self.stream()), total)
-            if self.split:
+            if self.split and "F_last" in row:
                 together = lambda t, y, part, mine: choose(mine, use(t, y, part), t)  # noqa: E731
                 total = self._together(total, own, row, y, together)
             for c in table.channels:

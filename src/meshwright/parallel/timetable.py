@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from meshwright.schedules.pack import pack, segments
+from meshwright.schedules.pack import Segment, pack, segments
 from meshwright.schedules.table import Op, Schedule
 
 FORWARD, BACKWARD, WEIGHTS, ARRIVAL = range(4)
@@ -45,7 +45,7 @@ class Timetable:
     """What the loops read.
 
     Columns of work, for each kind k: `k` (1 where the stage does it), `k_microbatch`, `k_chunk`, `k_first` and `k_last`
-    (1 where the chunk is the model's first or last); of slots: `F_input`, `F_stash`, `F_slope` (where the loss's gradient
+    (1 where the chunk is the model's first or last; no such column in a loop without); of slots: `F_input`, `F_stash`, `F_slope` (where the loss's gradient
     waits for the last B), `B_slope`, `B_stash`, `B_tape`, `W_tape`; and for each channel the slot that what arrives at
     the tick's end gets. A slot equal to the depth of its ring is no slot.
     """
@@ -81,10 +81,15 @@ def timetable(schedule: Schedule) -> Timetable:
     for name, stays in rings.items():
         slots[name], depths[name] = _give_out(schedule.stages, stays)
     columns, channels = _columns(schedule, slots, depths)
-    loops = tuple(
-        Loop(s.kinds, {name: column[s.first : s.last] for name, column in columns.items()}) for s in segments(schedule)
-    )
+    loops = tuple(_loop(segment, columns) for segment in segments(schedule))
     return Timetable(schedule, loops, channels, depths)
+
+
+def _loop(segment: Segment, columns: dict[str, np.ndarray]) -> Loop:
+    """A segment's rows, without what no stage does in them."""
+    rows = {name: column[segment.first : segment.last] for name, column in columns.items()}
+    ends = [name for name in rows if name.endswith(("_first", "_last")) and not rows[name].any()]
+    return Loop(segment.kinds, {name: column for name, column in rows.items() if name not in ends})
 
 
 @dataclass(frozen=True, order=True)
