@@ -327,7 +327,8 @@ def ring(kinds: Tree, depth: int) -> Tree:
 
 
 def choose(does: jax.Array, a: Tree, b: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: jnp.where(does, a, b), a, b)
+    """`a` where `does`, else `b`; what is the same array in both is left alone."""
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(does, a, b), a, b)
 
 
 def get(slots: Tree, slot: jax.Array) -> Tree:
