@@ -44,10 +44,10 @@ class Loop:
 class Timetable:
     """What the loops read.
 
-    Columns of work, for each kind k: `k` (1 where the stage does it), `k_microbatch`, `k_chunk`, `k_first` and `k_last`
-    (1 where the chunk is the model's first or last; no such column in a loop without); of slots: `F_input`, `F_stash`, `F_slope` (where the loss's gradient
-    waits for the last B), `B_slope`, `B_stash`, `B_tape`, `W_tape`; and for each channel the slot that what arrives at
-    the tick's end gets. A slot equal to the depth of its ring is no slot.
+    Columns of work, for each kind k: `k` (1 where the stage does it), `k_microbatch`, `k_chunk`, and `k_first` and
+    `k_last` (1 where the chunk is the model's first or last; left out of a loop without). Columns of slots: `F_input`,
+    `F_stash`, `F_slope` (where the loss's gradient waits for the last B), `B_slope`, `B_stash`, `B_tape`, `W_tape`; and for
+    each channel the slot that what arrives at the tick's end gets. A slot equal to the depth of its ring is no slot.
     """
 
     schedule: Schedule

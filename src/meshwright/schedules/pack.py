@@ -44,25 +44,33 @@ class Segment(NamedTuple):
 LOOP_COST = 2
 """What one more loop must save, counted in kinds that a tick's stages all skip: a loop is compiled, and starts anew."""
 
+HEAD, HEAD_COST = "head", 0.1
+"""The loss is computed in ticks with an F of the model's last chunk; carried in vain it weighs less than a kind."""
+
 
 def segments(schedule: Schedule, most: int = 5) -> list[Segment]:
     """Cut the table into at most `most` loops such that few ticks carry kinds that no stage does in them.
 
     The program compiles each loop with the operations and transfers of its kinds alone. By dynamic programming over (kinds
-    of the loop, loops so far): the fewest kinds carried in vain, plus `LOOP_COST` for each loop.
+    of the loop, loops so far): the fewest kinds carried in vain (the head is one), plus `LOOP_COST` for each loop.
     """
+    last = schedule.at(schedule.positions - 1)
+    is_last = lambda stage, op: op.kind == "F" and (stage, op.chunk) == last  # noqa: E731
     used = [{op.kind for ops in row for op in ops} for row in schedule.table]
-    sets = [frozenset(kinds) for n in range(1, len(schedule.kinds) + 1) for kinds in combinations(schedule.kinds, n)]
-    best: dict[tuple[frozenset[str], int], tuple[int, tuple[int, ...]]] = {}
+    for kinds, row in zip(used, schedule.table, strict=True):
+        kinds |= {HEAD} if any(is_last(stage, op) for stage, ops in enumerate(row) for op in ops) else set()
+    all_kinds = (*schedule.kinds, HEAD)
+    sets = [frozenset(kinds) for n in range(1, len(all_kinds) + 1) for kinds in combinations(all_kinds, n)]
+    best: dict[tuple[frozenset[str], int], tuple[float, tuple[int, ...]]] = {}
     for tick, kinds in enumerate(used):
-        now: dict[tuple[frozenset[str], int], tuple[int, tuple[int, ...]]] = {}
+        now: dict[tuple[frozenset[str], int], tuple[float, tuple[int, ...]]] = {}
         opened = [min((cost for (_, n), cost in best.items() if n == loops), default=None) for loops in range(most)]
         if not tick:
             opened[0] = (0, ())
         for loop in sets:
             if not kinds <= loop:
                 continue
-            waste = len(loop - kinds)
+            waste = sum(HEAD_COST if kind == HEAD else 1 for kind in loop - kinds)
             for loops in range(1, most + 1):
                 stay = best.get((loop, loops))
                 start = opened[loops - 1]
