@@ -1,10 +1,11 @@
-"""Show the mesh, the layout of every parameter, the presets or a complete configuration."""
+"""Show the mesh, the layout of every parameter, a pipeline schedule, the presets or a complete configuration."""
 
 import argparse
 
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.cli import schedule
 from meshwright.cli.common import add_config, add_devices, add_json, print_json, read_config
 from meshwright.config import RunConfig, to_table, to_toml
 from meshwright.layout import check
@@ -17,8 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (purpose, show, takes_config) in THINGS.items():
         thing = things.add_parser(name, help=purpose, description=f"Show {purpose}.", allow_abbrev=False)
         if takes_config:
-            add_config(thing, optional=name == "mesh")
+            add_config(thing, optional=name in ("mesh", "schedule"))
             add_devices(thing, "check that the layout needs exactly this many devices")
+        if name == "schedule":
+            schedule.add_arguments(thing)
         add_json(thing)
         thing.set_defaults(show=show)
 
@@ -86,6 +89,7 @@ def _preset_row(name: str, config: RunConfig) -> dict:
 THINGS = {
     "mesh": ("the mesh: devices, axes and links", _show_mesh, True),
     "layout": ("the layout of every parameter", _show_layout, True),
+    "schedule": ("a pipeline schedule: its timeline, its bubble and what it holds", schedule.show, True),
     "presets": ("the presets", _show_presets, False),
     "config": ("the complete configuration", _show_config, True),
 }

@@ -120,13 +120,13 @@ def share(value: float) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
+    return f"{count:,} {word}{'' if count == 1 else 'es' if word.endswith('ch') else 's'}"
 
 
 def kinds(shown: dict[str, Any]) -> dict[str, str]:
     """What each kind of operation is, in this schedule."""
     if shown["splits_backward"]:
-        return {"F": "forward", "B": "backward, to the input", "W": "gradient of the weights"}
+        return {"F": "forward", "B": "backward (of the input)", "W": "backward (of the weights)"}
     return {"F": "forward", "B": "backward"}
 
 
@@ -136,10 +136,8 @@ def heading(shown: dict[str, Any]) -> str:
     placed = ", placed as a V" if shown["placement"] == "v" else ""
     times = ", ".join(f"{kind} {text(shown['times'][kind])}" for kind in (*kinds(shown), "send"))
     of = " (of one chunk)" if shown["chunks"] > 1 else ""
-    return (
-        f"{plural(shown['stages'], 'stage')}{chunks}{placed}, {plural(shown['microbatches'], 'microbatch')}"
-        f"{'es' if shown['microbatches'] != 1 else ''}; times{of}: {times}"
-    ).replace("microbatchses", "microbatches")
+    sizes = f"{plural(shown['stages'], 'stage')}{chunks}{placed}, {plural(shown['microbatches'], 'microbatch')}"
+    return f"{sizes}; times{of}: {times}"
 
 
 def sentences(shown: dict[str, Any]) -> list[str]:
@@ -169,13 +167,13 @@ def bubble(shown: dict[str, Any]) -> str:
 def memory(shown: dict[str, Any]) -> str:
     peaks, chunks = shown["peak_in_flight"], shown["chunks"]
     most = max(peaks)
-    part = f" chunks of microbatches, each 1/{chunks} of what a stage keeps of one" if chunks > 1 else ""
+    part = f"chunks of microbatches, each 1/{chunks} of what a stage keeps of one" if chunks > 1 else "microbatches"
     stages = [stage for stage, peak in enumerate(peaks) if peak == most]
     where = "every stage" if len(stages) == len(peaks) else "stage " + ", ".join(map(str, stages[:4]))
     where += " and others" if len(peaks) > len(stages) > 4 else ""
     return (
-        f"In flight at most {most}{part} ({where}): those whose forward pass is begun and whose backward pass is not done,"
-        " so that their activations are in memory."
+        f"In flight at most {most} ({where}): {part}, whose forward pass is begun and whose backward pass is not done, so that"
+        " their activations are in memory."
     )
 
 
