@@ -168,9 +168,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _times(text: str) -> dict[str, int | Fraction]:
+def _times(text: str) -> dict[str, Any]:
     """The times that ``F=1,B=1,W=1,send=0.1`` names; decimals stay exact."""
-    times: dict[str, int | Fraction] = {}
+    times: dict[str, Any] = {}
     for part in text.replace(" ", "").split(","):
         kind, equals, value = part.partition("=")
         if not equals or kind not in ("F", "B", "W", "send") or not NUMBER.fullmatch(value):
@@ -184,7 +184,7 @@ def _times(text: str) -> dict[str, int | Fraction]:
     return times
 
 
-def _with_defaults(given: dict[str, int | Fraction], splits_backward: bool) -> Times:
+def _with_defaults(given: dict[str, Any], splits_backward: bool) -> Times:
     """All times. Where the backward is not split, a B alone is the whole of it."""
     whole = not splits_backward and "B" in given and "W" not in given
     return Times(given.get("F", 1), given.get("B", 1), given.get("W", 0 if whole else 1), given.get("send", 0))

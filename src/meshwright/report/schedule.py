@@ -3,6 +3,7 @@
 The drawings are in `schedule_text` (terminal), `schedule_svg`, `schedule_page` (HTML) and `schedule_trace` (Perfetto).
 """
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -103,6 +104,9 @@ def _user(schedule: Schedule, transfer: Transfer) -> Op:
     return Op(kind, microbatch, schedule.at(place)[1])
 
 
+# ---- what the drawings share ----
+
+
 def number(value: float | Fraction) -> int | float:
     """A number that JSON has: whole ones without a point."""
     return int(value) if value == int(value) else float(value)
@@ -123,6 +127,32 @@ def plural(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 'es' if word.endswith('ch') else 's'}"
 
 
+def shade(kind: str, chunk: int, chunks: int) -> str:
+    """The colour of an operation: the later the chunk, the lighter."""
+    first, last = COLORS[kind]
+    part = chunk / (chunks - 1) if chunks > 1 else 0
+    mixed = (round(int(first[i : i + 2], 16) * (1 - part) + int(last[i : i + 2], 16) * part) for i in (1, 3, 5))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def ink(color: str) -> str:
+    """Black or white, whichever is read better on `color` (its luminance by Rec. 709)."""
+    r, g, b = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#10151c" if 0.2126 * r + 0.7152 * g + 0.0722 * b > 128 else "#ffffff"
+
+
+def nice_times(shown: dict[str, Any], most: int) -> list[float]:
+    """At most about `most` times from 0 to the end, in steps of 1, 2 or 5 times a power of ten."""
+    total = shown["total_time"]
+    power = 10.0 ** math.floor(math.log10(total / most))
+    step = next(power * n for n in (1, 2, 5, 10) if power * n >= total / most * (1 - 1e-9))
+    times = (float(f"{i * step:.12g}") for i in range(int(total / step * (1 + 1e-9)) + 1))
+    return [int(time) if time == int(time) else time for time in times]
+
+
+# ---- in words ----
+
+
 def kinds(shown: dict[str, Any]) -> dict[str, str]:
     """What each kind of operation is, in this schedule."""
     if shown["splits_backward"]:
@@ -137,7 +167,8 @@ def heading(shown: dict[str, Any]) -> str:
     times = ", ".join(f"{kind} {text(shown['times'][kind])}" for kind in (*kinds(shown), "send"))
     of = " (of one chunk)" if shown["chunks"] > 1 else ""
     sizes = f"{plural(shown['stages'], 'stage')}{chunks}{placed}, {plural(shown['microbatches'], 'microbatch')}"
-    return f"{sizes}; times{of}: {times}"
+    run = f"; as one program runs it, in {plural(shown['ticks'], 'tick')}" if shown["timeline"] == "executor" else ""
+    return f"{sizes}; times{of}: {times}{run}"
 
 
 def sentences(shown: dict[str, Any]) -> list[str]:
@@ -151,6 +182,8 @@ def about(shown: dict[str, Any]) -> str:
 
 def bubble(shown: dict[str, Any]) -> str:
     total, lost = shown["total_time"], shown["bubble_fraction"]
+    if not lost:
+        return "Bubble 0.0%: no stage ever waits."
     inside = shown["stage_bubble_fraction"]
     papers = (
         f" From a stage's first operation to its last it is {share(inside)}, which zero-bubble papers count: there the next step"
@@ -158,9 +191,12 @@ def bubble(shown: dict[str, Any]) -> str:
         if abs(inside - lost) > 0.0005
         else ""
     )
+    why = "what it needs next is still on other stages"
+    if shown["timeline"] == "executor":
+        why += ", or its neighbours' tick takes longer"
     return (
         f"Bubble {share(lost)}: of {text(total)} units of time a stage stands idle for {text(float(total * lost))} on average,"
-        f" because what it needs next is still on other stages; more microbatches make the share smaller.{papers}"
+        f" because {why}; more microbatches make the share smaller.{papers}"
     )
 
 
@@ -183,7 +219,8 @@ def program(shown: dict[str, Any]) -> str:
     per_tick = "one operation" if several == 1 else f"up to {several} operations"
     slack = "; what is sent travels beside the next tick" if run["delay"] > 1 else ""
     own = "as drawn" if shown["timeline"] == "executor" else "not drawn"
+    coupled = "; neighbours wait for each other in every tick, so it" if shown["stages"] > 1 else "; it"
     return (
-        f"As one program runs it ({own}): {plural(run['ticks'], 'tick')} of {per_tick} a stage{slack}; neighbours wait for each"
-        f" other in every tick, so it takes {text(run['total_time'])}, bubble {share(run['bubble_fraction'])}."
+        f"As one program runs it ({own}): {plural(run['ticks'], 'tick')} of {per_tick} a stage{slack}{coupled}"
+        f" takes {text(run['total_time'])}, bubble {share(run['bubble_fraction'])}."
     )

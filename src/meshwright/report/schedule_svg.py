@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from meshwright.report.schedule import bubble, heading, kinds, memory, number, share, text
-from meshwright.report.schedule_text import ink, nice_times, shade
+from meshwright.report.schedule import bubble, heading, ink, kinds, memory, nice_times, shade, share, text
 
 RIGHT = 92
 LEGEND_HEIGHT = 22
@@ -273,6 +272,3 @@ def _charts(shown: Shown, frame: _Frame) -> list[str]:
             _text(end + 10, peak + 4, f"peak {shown['peak_in_flight'][stage]}", "soft"),
         ]
     return parts
-
-
-__all__ = ["number", "picture", "title"]

@@ -15,7 +15,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.report.schedule import COLORS, heading, kinds, plural, sentences, share, text
+from meshwright.report.schedule import heading, ink, kinds, nice_times, sentences, shade, share, text
 
 MOST_LINES = 54
 """With colours, a timeline that needs more lines is drawn with less detail: three panels of 16 stages."""
@@ -67,20 +67,6 @@ def _sentence(sentence: str) -> Text:
     """A sentence with what it is about in bold."""
     about, colon, rest = sentence.partition(":")
     return Text.assemble((about, "bold"), colon, rest)
-
-
-def shade(kind: str, chunk: int, chunks: int) -> str:
-    """The colour of an operation: the later the chunk, the lighter."""
-    first, last = COLORS[kind]
-    part = chunk / (chunks - 1) if chunks > 1 else 0
-    mixed = (round(int(first[i : i + 2], 16) * (1 - part) + int(last[i : i + 2], 16) * part) for i in (1, 3, 5))
-    return "#" + "".join(f"{value:02x}" for value in mixed)
-
-
-def ink(color: str) -> str:
-    """Black or white, whichever is read better on `color` (its luminance by Rec. 709)."""
-    r, g, b = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return "#10151c" if 0.2126 * r + 0.7152 * g + 0.0722 * b > 128 else "#ffffff"
 
 
 # ---- where operations stand ----
@@ -257,15 +243,6 @@ def _ruler(shown: Shown, lines: _Lines, first: int, last: int) -> Text:
     return Text(line.rstrip(), style="dim")
 
 
-def nice_times(shown: Shown, most: int) -> list[float]:
-    """At most about `most` times from 0 to the end, in steps of 1, 2 or 5 times a power of ten."""
-    total = shown["total_time"]
-    power = 10.0 ** math.floor(math.log10(total / most))
-    step = next(power * n for n in (1, 2, 5, 10) if power * n >= total / most * (1 - 1e-9))
-    times = (round(i * step, 12) for i in range(int(total / step * (1 + 1e-9)) + 1))
-    return [int(time) if time == int(time) else time for time in times]
-
-
 # ---- many operations: colours alone, two to a column ----
 
 
@@ -360,6 +337,3 @@ def sparkline(shown: Shown, stage: int, columns: int) -> str:
         for at in range(first, min(last, columns)):
             most[at] = max(most[at], held)
     return "".join(BARS[math.ceil(held * (len(BARS) - 1) / highest)] for held in most)
-
-
-__all__ = ["draw", "ink", "nice_times", "plural", "shade", "sparkline"]
