@@ -222,7 +222,8 @@ class Pipeline:
 
     def _backward(self, state: Tree, own: Row, row: Row) -> tuple[Tree, jax.Array]:
         # out of the ring before the branch: in it, XLA:TPU copies the whole ring into the layout of its use (0.12.0)
-        stashed = lax.optimization_barrier(get(state["stash"], own["B_stash"]))
+        # (a barrier gives all its results one type, so each array has its own)
+        stashed = jax.tree.map(lax.optimization_barrier, get(state["stash"], own["B_stash"]))
 
         def do(state: Tree) -> tuple[Tree, jax.Array]:
             part = self.part(own["B_microbatch"])
