@@ -54,20 +54,23 @@ class Layer:
             return MATMUL_RESULTS
         return tuple(remat.removeprefix("save:").replace(" ", "").split(",")) if remat.startswith("save:") else ()
 
-    def at(self, chunk: jax.Array, i: Any) -> tuple[jax.Array, Tree, jax.Array]:
+    def at(self, chunk: jax.Array, i: Any) -> tuple[Any, Tree, jax.Array]:
         """(row, weights, number in the model) of a chunk's layer; the number is -1 where the row has none."""
-        row = chunk * self.rows + i
+        layout = self.engine.layout
+        one_chunk = len(layout.stages.layers[0]) == 1
+        row = i if one_chunk else chunk * self.rows + i
         weights = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, row, keepdims=False), self.weights)
-        numbers = jnp.array(self.engine.layout.stages.layer_of_row, jnp.int32).reshape(
-            self.engine.layout.config.pipe, -1
-        )
+        numbers = jnp.array(layout.stages.layer_of_row, jnp.int32).reshape(layout.config.pipe, -1)
         return row, weights, vary(numbers, ("pipe",))[place(("pipe",)), row]
 
     def _each(self, one: Callable, carry: Any, *, backward: bool = False, xs: Any = None) -> Any:
-        """`one` over the rows of a chunk."""
-        numbers = jnp.arange(self.rows, dtype=jnp.int32)
-        unroll = self.rows if self.engine.unroll_layers else 1
-        return lax.scan(one, carry, (numbers, xs), reverse=backward, unroll=unroll)
+        """`one` over the rows of a chunk: in a loop, or one after another (then their numbers are known at once)."""
+        if not self.engine.unroll_layers:
+            return lax.scan(one, carry, (jnp.arange(self.rows, dtype=jnp.int32), xs), reverse=backward)
+        made: list = [None] * self.rows
+        for i in reversed(range(self.rows)) if backward else range(self.rows):
+            carry, made[i] = one(carry, (i, jax.tree.map(lambda a, i=i: a[i], xs)))
+        return carry, jax.tree.map(lambda *rows: jnp.stack(rows), *made)
 
     def _where_layer(self, number: jax.Array, run: Callable, skip: Callable, *operands: Any) -> Any:
         """`run`, but `skip` in a row without a layer."""
