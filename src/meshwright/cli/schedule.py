@@ -31,10 +31,11 @@ NUMBER = re.compile(r"-?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})(e[+-]?\d{1,2})?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = "; ".join(f"{name}: {what}" for name, what in NAMES.items())
-    parser.add_argument(
-        "--schedule", metavar="NAME", help=f"a name, or a CSV file. {known} (R is the number of stages)"
-    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    width = max(map(len, NAMES))
+    known = "\n".join(f"  {name.ljust(width)}  {what}" for name, what in NAMES.items())
+    parser.epilog = f"schedules (R is the number of stages; docs/schedules.md shows each):\n{known}"
+    parser.add_argument("--schedule", metavar="NAME", help="one of the names below, or a CSV file")
     for name, what in zip(SIZES, ("pipeline stages", "microbatches", "chunks per stage"), strict=True):
         parser.add_argument(f"--{name}", metavar="N", type=_count, help=f"how many {what}")
     parser.add_argument(
