@@ -6,6 +6,7 @@
 
 Needs libtpu, and JAX 0.12 to print the programs. The estimate walks the scheduled program. Every operation takes the
 cycles that the compiler wrote beside it (`estimated_cycles`), at 1.75 GHz; a loop is its body times its trips. A blocking
+conditional is its dearest branch, every time (a pipeline's idle ticks too). A blocking
 collective is exposed in full and moves its bytes at 540 GB/s, all links of a chip together; a permute runs beside what is
 scheduled between its start and its done, at 90 GB/s a direction (Google Cloud, TPU v5p; the same figures for whatever is
 compared). Pallas kernels carry no cycles: attention's own arithmetic is in no estimate.
@@ -33,13 +34,31 @@ COMMON = (
     "train.compute_dtype=bfloat16",
     "train.param_dtype=float32",
 )
+PIPE = "pipe=8 fsdp=16 schedule=interleaved microbatches=16 split_vocabulary=true"
 ROWS = {
     # name: preset, target, layout, sequences, then the goals: step in s, peak in GiB
     "8b-fsdp": ("llama3.1-8b", "tpu-v5p:2x2x4", "fsdp=16", 64, 2.7, 16),
     "8b-tensor": ("llama3.1-8b", "tpu-v5p:2x2x4", "fsdp=4 tensor=4", 64, 2.6, 15.5),
     "70b-fsdp": ("llama3-70b", "tpu-v5p:4x4x8", "fsdp=128", 256, 11.5, 22),
     "70b-tensor": ("llama3-70b", "tpu-v5p:4x4x8", "fsdp=32 tensor=4", 256, 11.8, 22),
+    "70b-pipe": ("llama3-70b", "tpu-v5p:4x4x8", f"{PIPE} chunks=10", 256, 13, 20),
+    "70b-pipe-5": ("llama3-70b", "tpu-v5p:4x4x8", f"{PIPE} chunks=5", 256, 13, 20),
+    "70b-pipe-step": ("llama3-70b", "tpu-v5p:4x4x8", f"{PIPE} chunks=10 gather=step", 256, 13, 20),
 }
+MEMORY_ROWS = {
+    # one sequence of a microbatch on each device, more and more microbatches
+    f"memory-{schedule}-{count}": (
+        "llama3.2-1b",
+        "tpu-v5p:2x2x4",
+        f"pipe=4 fsdp=4 schedule={schedule} microbatches={count}",
+        4 * count,
+        0,
+        0,
+    )
+    for schedule in ("1f1b", "gpipe")
+    for count in (8, 16, 32)
+}
+ROWS |= MEMORY_ROWS
 
 # ---- the text of a compiled program ------------------------------------------------------------------
 
@@ -242,6 +261,10 @@ def _walk(name: str, computations: dict[str, Computation]) -> Estimate:
         inner = operation.named("calls") or operation.named("to_apply")
         if operation.opcode == "while":
             total.add(_walk(operation.named("body"), computations), trips(operation, computation, computations))
+        elif operation.opcode == "conditional":
+            branches = re.search(r"branch_computations=\{(.*?)\}", operation.line)
+            names = re.findall(r"%([\w.\-]+)", branches.group(1)) if branches else ()
+            total.add(max((_walk(name, computations) for name in names), key=lambda e: e.step_s, default=Estimate()), 1)
         elif kind == "collective-permute" and operation.opcode.endswith("-start"):
             count = sent_bytes(kind, operation, computation)
             total.sent_bytes += count
@@ -321,6 +344,8 @@ def figures(path: Path) -> dict:
 
 def shown(row: dict) -> str:
     peak = f"{row['peak_bytes'] / 2**30:.2f}" if row.get("peak_bytes") else "-"
+    if row.get("row") in MEMORY_ROWS:
+        peak += f" ({(row['peak_bytes'] - row['argument_bytes']) / 2**30:.3f} besides the arguments)"
     compiled = f"{row['compile_cpu_s']:.0f} CPU s" if row.get("compile_cpu_s") else "-"
     figures = f"{row['step_s']:.3f} | {row['compute_s']:.3f} | {row['exposed_s']:.3f} | {row['sent_bytes'] / 1e9:.1f}"
     return f"| {row.get('row', row.get('text'))} | {figures} | {peak} | {compiled} |"
@@ -328,7 +353,7 @@ def shown(row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; none: all")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; none: all but memory-*")
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="estimate these programs; compile nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
@@ -338,7 +363,7 @@ def main() -> None:
     if not args.json:
         print("| row | step s | compute s | exposed s | GB sent | peak GiB | compile |\n|---|---|---|---|---|---|---|")
     rows = []
-    for name in args.text or args.rows or ROWS:
+    for name in args.text or args.rows or [row for row in ROWS if row not in MEMORY_ROWS]:
         rows.append({"text": str(name)} | figures(name) if args.text else run(name))
         if not args.json:
             print(shown(rows[-1]), flush=True)

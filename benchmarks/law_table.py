@@ -17,7 +17,8 @@ from pathlib import Path
 
 from meshwright import mesh
 from meshwright.config import LayoutConfig, ModelConfig, Refused, RunConfig, TrainConfig, parse_layout
-from meshwright.layout import check, legal_layouts
+from meshwright.layout import check
+from meshwright.legal import legal_layouts
 
 TRAIN = TrainConfig(batch_sequences=16, sequence_length=24, z_loss=1e-3, label_smoothing=0.1)
 LLAMA = ModelConfig(layers=3, d_model=48, d_ff=96, heads=6, kv_heads=2, head_size=8, vocab_size=101)
