@@ -5,11 +5,10 @@
     python benchmarks/aot.py --text FILE     read a compiled program that is already there
 
 Needs libtpu, and JAX 0.12 to print the programs. The estimate walks the scheduled program. Every operation takes the
-cycles that the compiler wrote beside it (`estimated_cycles`), at 1.75 GHz; a loop is its body times its trips. A blocking
-conditional is its dearest branch, every time (a pipeline's idle ticks too). A blocking
-collective is exposed in full and moves its bytes at 540 GB/s, all links of a chip together; a permute runs beside what is
-scheduled between its start and its done, at 90 GB/s a direction (Google Cloud, TPU v5p; the same figures for whatever is
-compared). Pallas kernels carry no cycles: attention's own arithmetic is in no estimate.
+cycles that the compiler wrote beside it (`estimated_cycles`), at 1.75 GHz; a loop is its body times its trips, a
+conditional its dearest branch every time (in a pipeline's idle ticks too). A blocking collective is exposed in full and
+moves its bytes at 540 GB/s, all links of a chip together; a permute runs beside what is scheduled between its start and
+its done, at 90 GB/s a direction (Google Cloud, TPU v5p; the same figures for whatever is compared). Pallas kernels carry no cycles: attention's own arithmetic is in no estimate.
 """
 
 import argparse
