@@ -11,8 +11,8 @@ import pytest
 from meshwright.config import Refused
 from meshwright.cost import puzzles
 from meshwright.cost.events import Step, run, tidy
-from meshwright.cost.simulate import Times, asynchronous
 from meshwright.schedules.generate import make
+from meshwright.schedules.simulate import Times, asynchronous
 
 U = 65_536
 COUNTS = {

@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 
 from meshwright.config import Refused
-from meshwright.cost.simulate import Timeline, Times, asynchronous
 from meshwright.schedules import trial
 from meshwright.schedules.generate import make
 from meshwright.schedules.search import search
+from meshwright.schedules.simulate import Timeline, Times, asynchronous
 from meshwright.schedules.table import Op, Schedule
 from meshwright.schedules.validate import validate
 

@@ -16,11 +16,11 @@ import pytest
 from rich.console import Console
 
 from meshwright.cli.main import main
-from meshwright.cost.simulate import Times, asynchronous, executor, executor_form
 from meshwright.report import schedule as report
 from meshwright.report import schedule_page, schedule_svg, schedule_text, schedule_trace
 from meshwright.schedules.files import write_csv
 from meshwright.schedules.generate import NAMES, make
+from meshwright.schedules.simulate import Times, asynchronous, executor, executor_form
 
 SVG = "{http://www.w3.org/2000/svg}"
 UNIT = Times(1, 1, 1)

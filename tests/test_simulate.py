@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.cost.simulate import Times, Transfer, asynchronous, executor, executor_form
 from meshwright.schedules.generate import NAMES, make
 from meshwright.schedules.orders import one_f_one_b
 from meshwright.schedules.pack import pack, segments
 from meshwright.schedules.place import from_orders
+from meshwright.schedules.simulate import Times, Transfer, asynchronous, executor, executor_form
 from meshwright.schedules.table import Op, Schedule
 
 GRID = [(R, M) for R in range(1, 9) for M in (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 23, 24)]

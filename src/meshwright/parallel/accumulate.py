@@ -39,7 +39,7 @@ def loss_and_gradients(
     working = enter(engine, params)
     if pipe:
         pipeline = Pipeline(objective, working, microbatches(engine, batch), key, scale)
-        loss, gradients = pipeline.loss_and_gradients(running_schedule(engine))
+        loss, gradients = pipeline.loss_and_gradients(running_schedule(objective))
     else:
         loss, gradients = _accumulated(objective, working, batch, key, scale)
     return sum_over(loss, (*pipe, *tokens)), reduce(engine, gradients), total

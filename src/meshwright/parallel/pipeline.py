@@ -8,6 +8,7 @@ What crosses pipe itself (a vocabulary split over it) stands outside, behind a c
 Schedules: Huang et al. 2018 (GPipe), Narayanan et al. 2021 (1F1B, interleaved), Qi et al. 2023 (zero bubble).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.compat import vary, varying
+from meshwright.config import LayoutConfig
 from meshwright.dims import TOKEN_AXES
 from meshwright.engine import Engine, place, shift, sum_over, wider
 from meshwright.model.forward import Objective, before_layers, tokens_of
 from meshwright.parallel.layer import Layer, zeros
 from meshwright.parallel.timetable import Channel, Loop, Timetable, forward_only, timetable
-from meshwright.schedules.pack import pack
+from meshwright.schedules.simulate import Times, executor_form
 from meshwright.schedules.table import Schedule
 from meshwright.stages import schedule_of
 
@@ -311,11 +313,15 @@ class Pipeline:
         return sum_over(x, ("pipe",))  # zero but on one stage
 
 
-def running_schedule(engine: Engine) -> Schedule:
-    """The schedule of a layout in the form that the program runs."""
-    schedule = schedule_of(engine.layout.config)
-    packed = pack(schedule)
-    return packed if len(packed.table) * 2 <= len(schedule.table) * 1.5 else schedule
+def running_schedule(objective: Objective) -> Schedule:
+    """The schedule of a layout in the form in which the program runs it: the fastest for what the layers recompute."""
+    layout = objective.engine.layout.config
+    return _form(layout, (objective.remat != "none") + (layout.stash == "stage"))
+
+
+@functools.lru_cache(maxsize=16)
+def _form(layout: LayoutConfig, recomputed: int) -> Schedule:
+    return executor_form(schedule_of(layout), Times(F=1, B=1 + recomputed, W=1))
 
 
 # ---- rings of buffers ----------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from meshwright.cost.simulate import Timeline, Times, Transfer, asynchronous, executor, executor_form
 from meshwright.schedules.pack import segments
+from meshwright.schedules.simulate import Timeline, Times, Transfer, asynchronous, executor, executor_form
 from meshwright.schedules.table import Op, Schedule
 
 COLORS = {"F": ("#2f6fd0", "#a9c9f7"), "B": ("#e08a1e", "#f8d49b"), "W": ("#1f8f6f", "#a3ddc8")}

@@ -6,7 +6,7 @@ sent to the neighbours at the tick's end (`delay` 1), or beside the next tick (`
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import NamedTuple
 
 from meshwright.config import require
@@ -62,7 +62,9 @@ def segments(schedule: Schedule, most: int = 5) -> list[Segment]:
     all_kinds = (*schedule.kinds, HEAD)
     sets = [frozenset(kinds) for n in range(1, len(all_kinds) + 1) for kinds in combinations(all_kinds, n)]
     best: dict[tuple[frozenset[str], int], tuple[float, tuple[int, ...]]] = {}
-    for tick, kinds in enumerate(used):
+    tick = 0
+    for kinds, same in groupby(used):
+        count = len(list(same))
         now: dict[tuple[frozenset[str], int], tuple[float, tuple[int, ...]]] = {}
         opened = [min((cost for (_, n), cost in best.items() if n == loops), default=None) for loops in range(most)]
         if not tick:
@@ -78,8 +80,8 @@ def segments(schedule: Schedule, most: int = 5) -> list[Segment]:
                 options += [(start[0] + LOOP_COST, (*start[1], tick))] if start else []
                 if options:
                     cost, firsts = min(options)
-                    now[loop, loops] = (cost + waste, firsts)
-        best = now
+                    now[loop, loops] = (cost + waste * count, firsts)
+        best, tick = now, tick + count
     firsts = min(best.values())[1]
     return list(_between(used, firsts, schedule.kinds))
 
