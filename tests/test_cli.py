@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.cli import common, train, verify
 from meshwright.cli.main import main
-from meshwright.config import load, to_toml
+from meshwright.config import Refused, load, override, to_toml
 from meshwright.presets import resolve
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
@@ -37,7 +37,7 @@ BAD = [
     (["train", "llama-demo", "--layout", "fsdp"], "axis=degree"),
     (["train", "llama-demo", "--layout", "fsdp=2 fsdp=4"], "twice"),
     (["train", "llama-demo", "--layout", "fsdp=0"], "at least 1"),
-    (["train", "llama-demo", "--layout", "pipe=2"], "pipe=2"),
+    (["train", "llama-demo", "--layout", "pipe=8"], "pipe=8"),
     (["train", "llama-demo", "--layout", "fsdp=5"], "divide"),
     (["train", "llama-demo", "--layout", "data=64"], "batch"),
     (["train", "llama-demo", "--layout", "fsdp=2", "--devices", "8"], "there are 8"),
@@ -214,8 +214,12 @@ def test_refused_layouts_are_results_with_a_reason(capsys):
 def test_layouts_are_chosen_as_asked():
     config = resolve("llama-tiny")
     everything, refused = verify.choose_layouts(config, "all", 4)
-    assert not refused and len(set(everything)) == len(everything) > 20
-    assert {layout.device_count for layout in everything} == {1, 2, 3, 4} - {3}
+    assert not refused and len(set(everything)) == len(everything) > 60
+    assert {layout.device_count for layout in everything if layout.pipe == 1} == {1, 2, 4}
+    pipelines, _ = verify.choose_layouts(config, "pipelines", 4)
+    assert pipelines == [layout for layout in everything if layout.pipe > 1] != []
+    with pytest.raises(Refused, match="no pipeline fits 8 devices and 1 layers"):
+        verify.choose_layouts(override(config, ["model.layers=1"]), "pipelines", 8)
     some, _ = verify.choose_layouts(config, "random:5", 4)
     assert len(set(some)) == 5 and set(some) <= set(everything)
     assert some == verify.choose_layouts(config, "random:5", 4)[0]

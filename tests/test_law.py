@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import ModelConfig, Refused, RunConfig, TrainConfig, parse_layout
-from meshwright.layout import check, legal_layouts
+from meshwright.layout import check
+from meshwright.legal import legal_layouts
 from meshwright.verify import parity
 from meshwright.verify.parity import Verifier
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import ModelConfig, Refused, RunConfig, TrainConfig, parse_layout
-from meshwright.layout import Layout, check, legal_layouts, letters_of, show
+from meshwright.layout import Layout, check, letters_of, show
 
 MODEL = ModelConfig(d_model=48, d_ff=96, heads=8, kv_heads=4, head_size=6, vocab_size=101)
 TRAIN = TrainConfig(batch_sequences=8, sequence_length=24)
@@ -122,14 +122,6 @@ def test_the_vocabulary_is_padded_inside_only():
     split = layout("tensor=4")
     assert split.shape("VD") == (104, 48)
     assert MODEL.sizes["V"] == 101
-
-
-def test_legal_layouts_are_all_accepted_and_all_different():
-    found = legal_layouts(config("data=1"), 8)
-    assert len({str(each) for each in found}) == len(found) > 40
-    assert {each.zero for each in found} == {0, 1, 2, 3}
-    for each in found:
-        check(replace(config("data=1"), layout=each), each.device_count)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from meshwright.config import LayoutConfig, Refused, parse_layout, to_toml
-from meshwright.layout import Layout, legal_layouts, letters_of
+from meshwright.layout import Layout, letters_of
+from meshwright.legal import legal_layouts
 from meshwright.presets import parameter_count, resolve
 from meshwright.report import charts, layout_table, mesh, records, reference, run
 

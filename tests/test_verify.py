@@ -11,7 +11,8 @@ import pytest
 from meshwright import mesh
 from meshwright.cli.main import main
 from meshwright.config import ModelConfig, Refused, RunConfig, TrainConfig, parse_layout
-from meshwright.layout import check, legal_layouts
+from meshwright.layout import check
+from meshwright.legal import legal_layouts
 from meshwright.presets import resolve
 from meshwright.train.state import Run
 from meshwright.verify import faults, parity, run

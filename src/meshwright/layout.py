@@ -321,26 +321,3 @@ def _check_batch(layout: Layout, config: RunConfig) -> None:
             f"train.sequence_length={length} (T) must be a multiple of {' x '.join(axes)}={degree}, which splits the"
             f" residual stream's tokens; set it to {-(-length // degree) * degree}, or layout.sequence_parallel=false",
         )
-
-
-def legal_layouts(config: RunConfig, device_count: int) -> list[LayoutConfig]:
-    """Every layout of data, fsdp, tensor, ZeRO and sequence parallelism of at most `device_count` devices that `check` accepts.
-
-    Settings without effect are not repeated: ZeRO counts where fsdp is above 1, sequence parallelism where tensor is.
-    """
-    layouts = []
-    sizes = range(1, device_count + 1)
-    for data in sizes:
-        for fsdp in (f for f in sizes if data * f <= device_count):
-            for tensor in (t for t in sizes if data * fsdp * t <= device_count):
-                for zero in (3, 2, 1, 0) if fsdp > 1 else (3,):
-                    for parallel in (True, False) if tensor > 1 and config.model.is_language_model else (True,):
-                        layout = replace(
-                            config.layout, data=data, fsdp=fsdp, tensor=tensor, zero=zero, sequence_parallel=parallel
-                        )
-                        try:
-                            check(replace(config, layout=layout))
-                        except Refused:
-                            continue
-                        layouts.append(layout)
-    return layouts

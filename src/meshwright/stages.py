@@ -15,18 +15,20 @@ NEARLY = 1.05
 """How much more work than the least the busiest stage may have where that saves rows without a layer."""
 
 
-@functools.lru_cache(maxsize=64)
 def schedule_of(layout: LayoutConfig) -> Schedule:
     """The schedule that a layout names, for its stages and microbatches; refused where it does not fit them."""
-    name, stages, count = layout.schedule, layout.pipe, layout.microbatches
+    return _schedule(layout.schedule, layout.pipe, layout.microbatches, layout.chunks)
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule(name: str, stages: int, count: int, chunks: int) -> Schedule:
     if not name.endswith(".csv"):
-        chunks = 2 if name == "interleaved" and layout.chunks == 1 else layout.chunks
-        return make(name, stages, count, chunks)
+        return make(name, stages, count, 2 if name == "interleaved" and chunks == 1 else chunks)
     schedule = read_csv(name)
     for setting, has, wanted in (
         ("layout.pipe", schedule.stages, stages),
         ("layout.microbatches", schedule.microbatches, count),
-        ("layout.chunks", schedule.chunks, layout.chunks),
+        ("layout.chunks", schedule.chunks, schedule.chunks if chunks == 1 else chunks),
     ):
         require(
             has == wanted, f"schedule {name} is for {setting}={has}, but the layout has {wanted}; set {setting}={has}"
@@ -116,19 +118,24 @@ def _balanced(layout: LayoutConfig, model: ModelConfig, schedule: Schedule) -> l
     )
     last = schedule.at(schedule.positions - 1)[0]
     extra = [0.0 if s != last or layout.split_vocabulary else _head_in_layers(model) for s in range(schedule.stages)]
-    least = -(-model.layers // schedule.positions)
-    splits = [
-        _filled(model.layers, schedule, extra, rows) for rows in range(least, model.layers - schedule.positions + 2)
-    ]
+    return [_evenly(n, schedule.chunks) for n in _least_work(model.layers, schedule.chunks, tuple(extra))]
+
+
+@functools.lru_cache(maxsize=64)
+def _least_work(layers: int, chunks: int, extra: tuple[float, ...]) -> list[int]:
+    """Layers of each stage, which has `extra` work beside them."""
+    positions = len(extra) * chunks
+    least = -(-layers // positions)
+    splits = [_filled(layers, chunks, extra, rows) for rows in range(least, layers - positions + 2)]
     work = [max(n + e for n, e in zip(split, extra, strict=True)) for split in splits]
-    return [_evenly(n, schedule.chunks) for n in splits[next(i for i, w in enumerate(work) if w <= NEARLY * min(work))]]
+    return splits[next(i for i, w in enumerate(work) if w <= NEARLY * min(work))]
 
 
-def _filled(layers: int, schedule: Schedule, extra: list[float], rows: int) -> list[int]:
+def _filled(layers: int, chunks: int, extra: tuple[float, ...], rows: int) -> list[int]:
     """Layers of each stage, one after another to the stage with the least work, at most `rows` a chunk."""
-    counts = [schedule.chunks] * schedule.stages
-    for _ in range(layers - schedule.positions):
-        free = [s for s, n in enumerate(counts) if n < rows * schedule.chunks]
+    counts = [chunks] * len(extra)
+    for _ in range(layers - len(extra) * chunks):
+        free = [s for s, n in enumerate(counts) if n < rows * chunks]
         counts[min(free, key=lambda s: (counts[s] + extra[s], s))] += 1
     return counts
 

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from meshwright.cli.common import add_config, add_devices, add_json, print_json, read_config, start_devices
 from meshwright.config import LayoutConfig, Refused, RunConfig, parse_layout, require
-from meshwright.layout import check, legal_layouts
+from meshwright.layout import check
+from meshwright.legal import legal_layouts, pipeline_layouts
 from meshwright.verify.sizes import reduced, sizes_text
 
 FORMS = ("cpu", "tpu", "gpu")
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts",
         metavar="WHICH",
-        help='"A; B", layouts separated by semicolons; all; or random:N (default: the layout of --layout or CONFIG)',
+        help='"A; B", layouts separated by semicolons; pipelines, a covering set of them; all, every layout without a'
+        " pipeline and that set; or random:N of all (default: the layout of --layout or CONFIG)",
     )
     add_devices(
         parser, "how many devices there are; a layout may use fewer (default: 8, or as many as the largest needs)"
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         args.layouts = args.layouts or fault.layout
     layouts, results = choose_layouts(config, args.layouts, args.devices)
     devices = args.devices or max((layout.device_count for layout in layouts), default=1)
-    config = config if args.full_size else reduced(config, devices)
+    config = config if args.full_size else reduced(config, devices, layouts)
     console = Console(stderr=args.json)
     if layouts:
         start_devices(devices)
@@ -112,19 +114,29 @@ def choose_layouts(
     """The layouts to run, and a result for each that is refused. A layout that cannot be read refuses the command."""
     if which is None:
         return _check_all(config, [str(config.layout)], devices)
-    if which == "all" or which.startswith("random:"):
-        legal = legal_layouts(config, devices or 8)
-        if which == "all":
-            return legal, []
+    if which in ("all", "pipelines"):
+        return _legal(config, which, devices or 8), []
+    if which.startswith("random:"):
         text = which.removeprefix("random:")
         require(
             text.isdecimal() and int(text) > 0,
             f"--layouts {which}: write random:N with a whole number N, as in random:5",
         )
+        legal = _legal(config, which, devices or 8)
         return random.Random(config.train.seed).sample(legal, min(int(text), len(legal))), []
     texts = [text.strip() for text in which.split(";") if text.strip()]
-    require(bool(texts), '--layouts is empty; write all, random:N, or layouts as in "fsdp=8; fsdp=4 tensor=2"')
+    require(
+        bool(texts), '--layouts is empty; write all, pipelines, random:N, or layouts as in "fsdp=8; fsdp=4 tensor=2"'
+    )
     return _check_all(config, texts, devices)
+
+
+def _legal(config: RunConfig, which: str, devices: int) -> list[LayoutConfig]:
+    """The pipelines, or those and every layout without one, on up to so many devices."""
+    legal = [] if which == "pipelines" else legal_layouts(config, devices)
+    legal += pipeline_layouts(config, devices)
+    require(bool(legal), f"--layouts {which}: no pipeline fits {devices} devices and {config.model.layers} layers")
+    return legal
 
 
 def _check_all(
@@ -133,7 +145,8 @@ def _check_all(
     layouts, refused = [], []
     known = {f.name for f in fields(LayoutConfig)}
     for text in texts:
-        readable = all(part.partition("=")[0] in known for part in text.replace(",", " ").split())
+        words = text.replace(",", " ").split()
+        readable = all(word.partition("=")[0] in known or word.isdigit() for word in words)  # stage_layers=3,4
         try:
             layout = parse_layout(text, config.layout)
             check(replace(config, layout=layout))

@@ -1,19 +1,23 @@
 """The sizes that `verify` runs: small ones at which a layout is legal, pads and divides exactly as at the true ones."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.config import ModelConfig, RunConfig
+from meshwright.config import LayoutConfig, ModelConfig, RunConfig
+from meshwright.dims import BATCH_AXES
+from meshwright.stages import schedule_of
 
 CAPS = {"L": 4, "D": 96, "F": 192, "N": 64, "H": 16, "V": 1024, "T": 48, "B": 32, "P": 128}
 """The largest sizes that are verified as they are; a larger one is replaced by one that the same degrees divide."""
 
 
-def reduced(config: RunConfig, device_count: int = 8) -> RunConfig:
+def reduced(config: RunConfig, device_count: int = 8, layouts: Sequence[LayoutConfig] = ()) -> RunConfig:
     """`config` with sizes above `CAPS` replaced by small ones that the same degrees up to `device_count` divide.
 
     Each replacement n' has gcd(n', d) = gcd(n, d) for every d up to `device_count`, so a layout is legal for the
-    small sizes exactly where it is for the true ones (heads are kept up to 64 of a kind).
+    small sizes exactly where it is for the true ones (heads are kept up to 64 of a kind). `layouts` are those that will
+    run: layers and batch stay large enough for their pipelines.
     """
     model, train = config.model, config.train
     common, prime = math.lcm(*range(1, device_count + 1)), _prime_above(max(device_count, 8))
@@ -30,12 +34,13 @@ def reduced(config: RunConfig, device_count: int = 8) -> RunConfig:
     length = small(train.sequence_length, CAPS["T"], least=16)
     batch, parts = train.sequences, config.layout.microbatches
     if batch > CAPS["B"] and batch % parts == 0:
-        batch = parts * math.gcd(batch // parts, common)
+        shares = [math.prod(layout.degrees[axis] for axis in BATCH_AXES) * layout.microbatches for layout in layouts]
+        batch = math.lcm(parts * math.gcd(batch // parts, common), *(n for n in shares if batch % n == 0))
     return replace(
         config,
         model=replace(
             model,
-            layers=min(model.layers, CAPS["L"]),
+            layers=_small_layers(model, [layout for layout in layouts if layout.pipe > 1]),
             d_model=small(model.d_model, CAPS["D"], least=24),
             d_ff=small(model.d_ff, CAPS["F"], least=24),
             heads=heads,
@@ -46,6 +51,16 @@ def reduced(config: RunConfig, device_count: int = 8) -> RunConfig:
         ),
         train=replace(train, batch_sequences=batch, batch_tokens=0, sequence_length=length),
     )
+
+
+def _small_layers(model: ModelConfig, pipelines: list[LayoutConfig]) -> int:
+    """The fewest layers on which stages are even where they are now; all where a layout says how many each has."""
+    if any(layout.stage_layers != "balanced" for layout in pipelines):
+        return model.layers
+    positions = {layout.pipe * schedule_of(layout).chunks for layout in pipelines}
+    alike = lambda n: all((n % p == 0) == (model.layers % p == 0) for p in positions)  # noqa: E731
+    least = min(model.layers, max(CAPS["L"], *positions, 0))
+    return next((n for n in range(least, model.layers) if alike(n)), model.layers)
 
 
 def _prime_above(n: int) -> int:
