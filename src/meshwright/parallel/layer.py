@@ -64,13 +64,16 @@ class Layer:
         return row, weights, vary(numbers, ("pipe",))[place(("pipe",)), row]
 
     def _each(self, one: Callable, carry: Any, *, backward: bool = False, xs: Any = None) -> Any:
-        """`one` over the rows of a chunk: in a loop, or one after another (then their numbers are known at once)."""
+        """`one` over the rows of a chunk: in a loop, or one after another.
+
+        What each row makes, and takes of `xs`, is a row of every array in a loop, else an element of a list: no copies.
+        """
         if not self.engine.unroll_layers:
             return lax.scan(one, carry, (jnp.arange(self.rows, dtype=jnp.int32), xs), reverse=backward)
         made: list = [None] * self.rows
         for i in reversed(range(self.rows)) if backward else range(self.rows):
-            carry, made[i] = one(carry, (i, jax.tree.map(lambda a, i=i: a[i], xs)))
-        return carry, jax.tree.map(lambda *rows: jnp.stack(rows), *made)
+            carry, made[i] = one(carry, (i, None if xs is None else xs[i]))
+        return carry, made
 
     def _where_layer(self, number: jax.Array, run: Callable, skip: Callable, *operands: Any) -> Any:
         """`run`, but `skip` in a row without a layer."""
@@ -95,7 +98,7 @@ class Layer:
         return self._block(replace(self.engine, observe=keep), weights, x, tokens, number), kept
 
     def forward(self, chunk: jax.Array, x: jax.Array, tokens: Tokens | None) -> tuple[jax.Array, Tree]:
-        """A chunk's result, and what its layers keep: each array [rows, ...]."""
+        """A chunk's result, and what its layers keep (`_each`)."""
 
         def one(x: jax.Array, step: Any) -> tuple[jax.Array, Tree]:
             _, weights, number = self.at(chunk, step[0])

@@ -223,14 +223,17 @@ class Pipeline:
     # ---- B and W ----
 
     def _backward(self, state: Tree, own: Row, row: Row) -> tuple[Tree, jax.Array]:
-        # out of the ring before the branch: in it, XLA:TPU copies the whole ring into the layout of its use (0.12.0)
-        # (a barrier gives all its results one type, so each array has its own)
-        stashed = jax.tree.map(lax.optimization_barrier, get(state["stash"], own["B_stash"]))
+        stash = functools.partial(get, slot=own["B_stash"])
+        if self.engine.settle_gradients:
+            # before the branch: in it, XLA:TPU copies the whole ring into the layout of its use (0.12.0);
+            # a barrier for each array, because it gives all its results one type
+            held = jax.tree.map(lax.optimization_barrier, stash(state["stash"]))
+            stash = lambda ring: held  # noqa: E731
 
         def do(state: Tree) -> tuple[Tree, jax.Array]:
             part = self.part(own["B_microbatch"])
             tokens = tokens_of(self.engine, part, self.key)
-            kept, chunk = stashed, own["B_chunk"]
+            kept, chunk = stash(state["stash"]), own["B_chunk"]
             if self.engine.layout.config.stash == "stage":
                 _, kept = self.layer.forward(chunk, kept["x"], tokens)
             dy = get(state["slope"], own["B_slope"])
