@@ -5,6 +5,7 @@ Status: 0 done and good; 1 ran and the verdict is bad; 2 the request was refused
 
 import argparse
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no arrows gets question marks
     try:
         args = parser().parse_args(arguments)
         status = args.run(args)
