@@ -15,7 +15,7 @@ from meshwright.layout import check
 from meshwright.legal import legal_layouts
 from meshwright.presets import resolve
 from meshwright.train.state import Run
-from meshwright.verify import faults, parity, run
+from meshwright.verify import faults, parity, pipelines, run
 from meshwright.verify.bisect import Bisector
 from meshwright.verify.parity import Verifier, leaf_errors
 from meshwright.verify.sizes import reduced, sizes_text
@@ -27,7 +27,14 @@ FAMILIES = {
     ),
 }
 TRAIN = TrainConfig(batch_sequences=8, sequence_length=24)
-LONG = {  # a part of them is enough for every change; all are found by `pytest -m slow`
+SHORT = {  # of the faults of pipelines, whose search takes longer
+    "microbatches-exchanged",
+    "stale-stash-slot",
+    "weights-gradient-lost",
+}
+LONG = {
+    fault.name for fault in faults.FAULTS.values() if fault.kind == "pipeline"
+} - SHORT | {  # a part of them is enough for every change; all are found by `pytest -m slow`
     "missing-scatter-sum",
     "gradient-shards-shifted",
     "gradient-sum-bfloat16",
@@ -60,7 +67,8 @@ def test_every_planted_fault_is_found_and_named(name):
     fault = faults.named(name)
     find = bisector(config_for(fault))
     layout = parse_layout(fault.layout)
-    find.one_device(find.verifier.oracle.batch(layout))
+    if layout.pipe == 1:
+        find.one_device(find.verifier.oracle.batch(layout))
     with faults.planted(name):
         result = find.verifier(layout)
         assert result.verdict == "differs"
@@ -68,6 +76,33 @@ def test_every_planted_fault_is_found_and_named(name):
     assert (place.kind, place.at[: len(fault.at)]) == (fault.kind, fault.at), place.sentence
     if place.kind in ("forward", "backward", "gradient"):
         assert place.at in place.sentence
+
+
+def test_a_fault_that_is_not_the_pipeline_s_is_found_without_it():
+    """The same fault, on the same layout, with a pipeline on top: the search takes it away first."""
+    find = bisector(config_for(faults.named("missing-tensor-sum")))
+    layout = parse_layout("pipe=2 tensor=2 sequence_parallel=false microbatches=2")
+    find.one_device(find.verifier.oracle.batch(layout))
+    with faults.planted("missing-tensor-sum"):
+        place = find(layout, find.verifier(layout))
+    assert (place.kind, place.at) == ("forward", "layers/0/attention_out")
+    alone = "tensor=2 sequence_parallel=false microbatches=2"
+    assert place.sentence.startswith(f"without the pipeline ({alone}) it differs too: forward first differs")
+
+
+def test_where_nothing_differs_what_stages_make_is_one_device_s():
+    """Uneven interleaved chunks of microbatches that are spread over data, tokens over tensor: each in its place."""
+    config = RunConfig(replace(FAMILIES["llama"], layers=5, dropout_residual=0.2), train=TRAIN)
+    verifier = Verifier(config, "float64")
+    layout = parse_layout("pipe=2 data=2 tensor=2 microbatches=4 schedule=interleaved stage_layers=3,2")
+    search = pipelines._Search(verifier.dropout_case, layout, verifier.oracle.batch(layout), verifier.limit, True)
+    with jax.enable_x64(True):
+        schedule, made = pipelines.stage_results(search.run, search.case.params, search.batch)
+        states, slopes = pipelines.streams(search.case, search.batch)
+        errors = [search._errors(schedule, kind, made[kind], right) for kind, right in (("F", states), ("B", slopes))]
+    assert [len(own) for own in errors] == [16, 16]
+    assert max(max(own.values()) for own in errors) < 1e-12
+    assert min(np.abs(states).max(), np.abs(slopes).max()) > 1e-3
 
 
 def test_a_program_that_does_not_run_is_a_finding(monkeypatch):
@@ -111,12 +146,12 @@ def test_a_model_that_is_wrong_on_one_device_is_told_apart(monkeypatch):
 
     right = llama.rms_norm
     monkeypatch.setattr(llama, "rms_norm", lambda x_BTD, scale_D, eps: right(x_BTD, scale_D, 10 * eps))
-    faults._forget()
+    faults.forget()
     find = Bisector(Verifier(RunConfig(replace(FAMILIES["llama"], layers=1), train=TRAIN), "float64"))
     result = find.verifier(parse_layout("data=2"))
     assert result.verdict == "differs"
     assert find(parse_layout("data=2"), result).kind == "model"
-    faults._forget()
+    faults.forget()
 
 
 # ---- measures --------------------------------------------------------------------------------------------

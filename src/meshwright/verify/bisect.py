@@ -1,178 +1,25 @@
 """Where a difference begins: the first layer and array, forward and backward, at which a layout leaves one device.
 
-The model names its arrays as it makes them (`Engine.name`). Each is watched: its value is an extra output, and a zero
-that is added to it is a parameter whose gradient is the array's. A layout's arrays are put together from the shards
-of all devices, as `Layout.activation` says they lie, and compared in order with those of one device.
+The named arrays of a layout (`watch`) are compared in order with those of one device. A layout with a pipeline is tried
+without it first: if that is right, the pipeline is searched stage by stage (`pipelines`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright import mesh
-from meshwright.compat import vary
-from meshwright.config import LayoutConfig, RunConfig
-from meshwright.dims import AXES, TOKEN_AXES
-from meshwright.engine import sum_over
-from meshwright.layout import Layout, check
-from meshwright.model import params as parameters
-from meshwright.parallel import accumulate
-from meshwright.train import step
-from meshwright.train.state import Run, partition
-from meshwright.verify import parity
+from meshwright.config import LayoutConfig
+from meshwright.legal import without_pipe
+from meshwright.verify import parity, pipelines
 from meshwright.verify.parity import Bound, Result, Verifier
-from meshwright.verify.reference import Case, Expected
+from meshwright.verify.place import Place, listed
+from meshwright.verify.reference import Expected
+from meshwright.verify.watch import Watched, watch
 
 Tree = Any
-
-
-@dataclass(frozen=True)
-class Watched:
-    """The named arrays of one run, whole and on the host, by path in the order of the forward pass."""
-
-    values: dict[str, np.ndarray]
-    gradients: dict[str, np.ndarray]
-    """By each array, of the loss."""
-    copies: dict[str, str]
-    """The arrays whose copies differ between devices, and over which axes."""
-    loss: float
-    params: Tree
-    """The gradient of each parameter, of the whole batch at once."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a layout first differs.
-
-    `kind`: model (one device itself is wrong), forward, loss, backward, gradient (of parameters, with one microbatch),
-    accumulation (of the step), or the check of `Result.failed` that alone differs.
-    """
-
-    kind: str
-    at: str
-    sentence: str
-
-
-def points(config: RunConfig) -> dict[str, str]:
-    """The path and letters of every named array of the model, in the order of the forward pass."""
-    single = replace(config, layout=LayoutConfig())
-    layout = check(single)
-    run = Run.of(single, layout, mesh.make(layout))
-    letters: dict[str, str] = {}
-
-    def note(path: str, word: str, value: jax.Array) -> jax.Array:
-        letters[path] = word
-        return value
-
-    objective = step.objective_of(replace(run, engine=replace(run.engine, observe=note)))
-    shapes = {"tokens_BT": jnp.int32, "targets_BT": jnp.int32, "mask_BT": bool, "segments_BT": jnp.int32}
-    shapes |= {"positions_BT": jnp.int32, "sample_B": jnp.int32, "x_BD": float, "y_BD": float}
-    sizes = {"B": config.train.sequences, "T": config.train.sequence_length, "D": config.model.d_model}
-    batch = {
-        name: jax.ShapeDtypeStruct(tuple(sizes[letter] for letter in word), shapes[name])
-        for name, word in objective.batch_letters.items()
-    }
-    params = jax.eval_shape(run.initial_state)["params"]
-    run.manual(lambda p, b: objective.loss_sum(p, b, None), PartitionSpec(), PartitionSpec()).lower(params, batch)
-    return letters
-
-
-def watch(case: Case, layout: LayoutConfig, batch: Tree) -> Watched:
-    """Run one forward and backward pass of the whole batch on `layout` with every named array watched."""
-    run = parity.run_of(case, layout)
-    config, checked = run.config, run.layout
-    objective, letters = step.objective_of(run), points(config)
-    probe_specs = {path: partition(checked.activation(word)) for path, word in letters.items()}
-    everywhere = PartitionSpec(AXES)
-
-    def program(params: Tree, probes: Tree, batch: Tree) -> Tree:
-        tokens = checked.live(*TOKEN_AXES)
-        working = accumulate.enter(run.engine, params)
-        total = jnp.maximum(sum_over(objective.count(batch), tokens), 1)
-
-        def share(working: Tree, probes: Tree) -> tuple[jax.Array, Tree]:
-            seen = {}
-
-            def note(path: str, word: str, value: jax.Array) -> jax.Array:
-                seen[path] = value
-                return value + probes[path]
-
-            watched = replace(objective, engine=replace(run.engine, observe=note))
-            return watched.loss_sum(working, batch, None) / total, seen
-
-        (loss, seen), (of_params, gradients) = jax.value_and_grad(share, (0, 1), has_aux=True)(working, probes)
-        own = lambda x: vary(x, AXES)[None]  # noqa: E731  each device's own, whatever it should be
-        of_params = accumulate.reduce(run.engine, of_params)
-        return sum_over(loss, tokens), of_params, jax.tree.map(own, (seen, gradients))
-
-    probes = {
-        path: jax.device_put(
-            np.zeros(whole_shape(checked, config, word), run.engine.compute_dtype),
-            NamedSharding(run.mesh, probe_specs[path]),
-        )
-        for path, word in letters.items()
-    }
-    params = parity.put_params(run, case.params)
-    on_devices = step.put_batch(run, batch, objective.batch_letters)
-    specs = (run.specs()["params"], probe_specs, run.batch_specs(objective.batch_letters))
-    updated = parameters.specs(config.model, lambda letters: partition(checked.updated(letters)))
-    jitted = run.manual(program, specs, (PartitionSpec(), updated, everywhere))
-    compiled = parity.compile_fast(run, jitted, params, probes, on_devices)
-    loss, of_params, (seen, gradients) = compiled(params, probes, on_devices)
-    values, copies = {}, {}
-    for path, word in letters.items():
-        values[path], axes = assemble(run, config, word, seen[path])
-        if axes:
-            copies[path] = " ".join(axes)
-    sums = {path: assemble(run, config, word, gradients[path])[0] for path, word in letters.items()}
-    return Watched(values, sums, copies, float(loss), parity.trimmed(checked, of_params))
-
-
-def whole_shape(layout: Layout, config: RunConfig, letters: str) -> tuple[int, ...]:
-    """The shape of a whole activation; with key/value heads that ranks share, one head a rank."""
-    sizes = config.model.sizes | {"B": config.train.sequences, "T": config.train.sequence_length}
-    if layout.kv_replicated:
-        sizes["K"] = layout.config.tensor
-    return tuple(sizes[letter] for letter in letters)
-
-
-def assemble(run: Run, config: RunConfig, letters: str, stacked: jax.Array) -> tuple[np.ndarray, list[str]]:
-    """The whole array from every device's own, and the axes over which copies differ (by more than rounding)."""
-    spec = run.layout.activation(letters)
-    whole = np.full(whole_shape(run.layout, config, letters), np.nan)
-    first: dict[Any, Any] = {}
-    differ: list[str] = []
-    for shard in stacked.addressable_shards:
-        place: dict[str, int] = dict(zip(AXES, np.argwhere(run.mesh.devices == shard.device)[0], strict=True))
-        own = np.asarray(shard.data[0], np.float64)
-        index = tuple(
-            slice((n := _number(run, axes, place)) * size, (n + 1) * size)
-            for axes, size in zip(spec, own.shape, strict=True)
-        )
-        key = tuple((s.start, s.stop) for s in index)
-        if key in first:
-            other, other_place = first[key]
-            if not np.allclose(own, other, rtol=1e-9, atol=1e-9 * (np.abs(other).max() + 1e-300)):
-                differ = differ or [axis for axis in AXES if place[axis] != other_place[axis]]
-        else:
-            first[key] = own, place
-            whole[index] = own
-    return whole, differ
-
-
-def _number(run: Run, axes: tuple[str, ...], place: dict[str, int]) -> int:
-    number = 0
-    for axis in axes:
-        number = number * run.mesh.shape[axis] + int(place[axis])
-    return number
-
-
-# ---- the search ------------------------------------------------------------------------------------------
 
 
 class Bisector:
@@ -189,6 +36,8 @@ class Bisector:
         if "initial" in result.failed:
             at = result.reason.split()[1]
             return Place("initial", at, f"the initial weights depend on the layout, first {at}")
+        if layout.pipe > 1:
+            return self._with_pipe(layout, result)
         verifier = self.verifier
         batch = verifier.oracle.batch(layout)
         one = self.one_device(batch)
@@ -196,6 +45,16 @@ class Bisector:
             expected = verifier.oracle.expected(batch)
             ours = watch(verifier.case, layout, batch)
         return _model_fault(verifier, one, expected) or compare(verifier.limit, ours, one) or _after(result)
+
+    def _with_pipe(self, layout: LayoutConfig, result: Result) -> Place:
+        alone = without_pipe(layout)
+        without = self.verifier(alone)
+        if without.verdict == "differs":
+            place = self(alone, without)
+            return replace(place, sentence=f"without the pipeline ({alone}) it differs too: {place.sentence}")
+        place = pipelines.located(self.verifier, layout, result)
+        sentence = f"without the pipeline ({alone}) it is {without.verdict}, with it not: {place.sentence}"
+        return replace(place, sentence=sentence)
 
     def one_device(self, batch: Tree) -> Watched:
         key = batch["mask_BT"].tobytes() if "mask_BT" in batch else b""
@@ -213,7 +72,7 @@ def _model_fault(verifier: Verifier, one: Watched, expected: Expected) -> Place 
         return None
     losses = f"loss {one.loss:.9g}, oracle {expected.loss:.9g}"
     sentence = f"one device itself differs from the oracle ({losses}): the model is wrong, not the layout"
-    return Place("model", "loss", sentence + (f"; gradient leaves that differ: {_listed(wrong)}" if wrong else ""))
+    return Place("model", "loss", sentence + (f"; gradient leaves that differ: {listed(wrong)}" if wrong else ""))
 
 
 def compare(limit: Bound, ours: Watched, one: Watched) -> Place | None:
@@ -235,7 +94,7 @@ def compare(limit: Bound, ours: Watched, one: Watched) -> Place | None:
     backward = parity.leaf_errors(summed, one.gradients, limit.floor)
     errors = parity.leaf_errors(ours.params, one.params, limit.floor)
     wrong = parity.worst_first(errors, limit.gradient)
-    leaves = f"; the gradient leaves that differ: {_listed(wrong)}" if wrong else ""
+    leaves = f"; the gradient leaves that differ: {listed(wrong)}" if wrong else ""
     for after, path in pairwise(["the loss", *reversed(order)]):
         if backward[path] > limit.gradient:
             error = f"max relative error {backward[path]:.1e}"
@@ -250,7 +109,7 @@ def compare(limit: Bound, ours: Watched, one: Watched) -> Place | None:
 def _after(result: Result) -> Place:
     """The whole batch's gradients agree: what is wrong comes after them, in the step."""
     agree = "with the whole batch at once the loss and every gradient agree"
-    leaves = f": {_listed(result.grad_leaves)}" if result.grad_leaves else ""
+    leaves = f": {listed(result.grad_leaves)}" if result.grad_leaves else ""
     if "loss" in result.failed or "gradient" in result.failed:
         sentence = f"{agree}; what the step adds up (parallel/accumulate.py) differs{leaves}"
         return Place("accumulation", (result.grad_leaves or ("loss",))[0], sentence)
@@ -258,17 +117,12 @@ def _after(result: Result) -> Place:
         sentence = f"every gradient agrees; their global norm differs (relative error {result.norm_rel_err:.1e})"
         return Place("norm", "norm", sentence)
     if "sgd" in result.failed:
-        sentence = f"every gradient and the norm agree; one step of SGD differs: {_listed(result.param_leaves)}"
+        sentence = f"every gradient and the norm agree; one step of SGD differs: {listed(result.param_leaves)}"
         return Place("sgd", result.param_leaves[0], sentence)
     if "adam" in result.failed:
-        sentence = f"every gradient and one step of SGD agree; AdamW differs: {_listed(result.param_leaves)}"
+        sentence = f"every gradient and one step of SGD agree; AdamW differs: {listed(result.param_leaves)}"
         return Place("adam", result.param_leaves[0], sentence)
     return Place(result.failed[0], result.failed[0], f"{agree}; {result.reason}")
-
-
-def _listed(leaves: tuple[str, ...], most: int = 6) -> str:
-    more = f" and {len(leaves) - most} more" if len(leaves) > most else ""
-    return ", ".join(leaves[:most]) + more
 
 
 def _copies_of_heads(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

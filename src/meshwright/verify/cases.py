@@ -66,15 +66,19 @@ def _documents(random: np.random.Generator, length: int, most: int, *, padded: b
 
 
 def _silent_rows(rows: int, layout: LayoutConfig) -> list[int]:
-    """The rows of the first microbatch, which every device takes from the beginning of its own shard of the batch."""
-    parts = layout.microbatches
+    """The rows of the first microbatch, or the first row."""
     if rows == 1:
         return []
-    if parts == 1:
+    if layout.microbatches == 1:
         return [0]
+    return microbatch_rows(rows, layout, 0)
+
+
+def microbatch_rows(rows: int, layout: LayoutConfig, number: int) -> list[int]:
+    """The rows of a microbatch: every device takes its own from its shard of the batch."""
     shards = math.prod(layout.degrees[axis] for axis in BATCH_AXES)
-    own = rows // shards
-    return [shard * own + row for shard in range(shards) for row in range(own // parts)]
+    own, share = rows // shards, rows // shards // layout.microbatches
+    return [shard * own + number * share + row for shard in range(shards) for row in range(share)]
 
 
 # ---- the weights -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ the same program in a quarter of the compile time.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -178,12 +178,23 @@ def observe(case: Case, layout: LayoutConfig, batch: Tree) -> Observed:
 
 def loss_and_gradient(case: Case, layout: LayoutConfig, batch: Tree) -> tuple[float, Tree]:
     """The loss and the gradient of one training step of `case` on `layout` (with dropout where `case` has it)."""
+    return gradient_program(case, layout, batch)(batch)
+
+
+def gradient_program(case: Case, layout: LayoutConfig, batch: Tree) -> Callable[[Tree], tuple[float, Tree]]:
+    """`loss_and_gradient` as a function of batches like `batch`, compiled once."""
     run = _probe(case, layout)
-    on_devices = step.put_batch(run, batch, step.objective_of(run).batch_letters)
+    letters = step.objective_of(run).batch_letters
     shapes = jax.eval_shape(run.initial_state)["opt"]
-    state = _state(run, case, jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes), adam_acts=False)
-    state, metrics = compile_fast(run, step.train_step(run), state, on_devices)(state, on_devices)
-    return float(metrics["loss"]), _unclipped(run, state, metrics)
+    empty = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
+    start = functools.partial(_state, run, case, empty, adam_acts=False)
+    program = compile_fast(run, step.train_step(run), start(), step.put_batch(run, batch, letters))
+
+    def call(batch: Tree) -> tuple[float, Tree]:
+        state, metrics = program(start(), step.put_batch(run, batch, letters))
+        return float(metrics["loss"]), _unclipped(run, state, metrics)
+
+    return call
 
 
 def run_of(case: Case, layout: LayoutConfig) -> Run:

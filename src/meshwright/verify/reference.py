@@ -134,6 +134,12 @@ def expected(case: Case, batch: Tree) -> Expected:
     )
 
 
+def loss_and_gradient(case: Case, batch: Tree) -> tuple[float, Tree]:
+    """The oracle's loss and gradient of a batch."""
+    loss, gradient = _loss_and_gradient(case.config.model, case.config.train)(case.params, batch)
+    return float(loss), jax.tree.map(np.asarray, gradient)
+
+
 def _loss_and_gradient(model: ModelConfig, train: TrainConfig) -> Any:
     return _compiled_oracle(model, TrainConfig(z_loss=train.z_loss, label_smoothing=train.label_smoothing))
 
