@@ -7,8 +7,10 @@
 Needs libtpu, and JAX 0.12 to print the programs. The estimate walks the scheduled program. Every operation takes the
 cycles that the compiler wrote beside it (`estimated_cycles`), at 1.75 GHz; a loop is its body times its trips, a
 conditional its dearest branch every time (in a pipeline's idle ticks too). A blocking collective is exposed in full and
-moves its bytes at 540 GB/s, all links of a chip together; a permute runs beside what is scheduled between its start and
-its done, at 90 GB/s a direction (Google Cloud, TPU v5p; the same figures for whatever is compared). Pallas kernels carry no cycles: attention's own arithmetic is in no estimate.
+moves its bytes at 540 GB/s, all links of a chip together; one that a SparseCore carries out runs beside what is scheduled
+until its done, one after another at the same rate (--sparsecore sets another); a permute runs beside what is scheduled
+between its start and its done, at 90 GB/s a direction (Google Cloud, TPU v5p; the same figures for whatever is compared).
+Pallas kernels carry no cycles: attention's own arithmetic is in no estimate.
 """
 
 import argparse
@@ -36,9 +38,9 @@ COMMON = (
 PIPE = "pipe=8 fsdp=16 schedule=interleaved microbatches=16 split_vocabulary=true"
 ROWS = {
     # name: preset, target, layout, sequences, then the goals: step in s, peak in GiB
-    "8b-fsdp": ("llama3.1-8b", "tpu-v5p:2x2x4", "fsdp=16", 64, 2.7, 16),
+    "8b-fsdp": ("llama3.1-8b", "tpu-v5p:2x2x4", "fsdp=16", 64, 2.3, 14),
     "8b-tensor": ("llama3.1-8b", "tpu-v5p:2x2x4", "fsdp=4 tensor=4", 64, 2.6, 15.5),
-    "70b-fsdp": ("llama3-70b", "tpu-v5p:4x4x8", "fsdp=128", 256, 11.5, 22),
+    "70b-fsdp": ("llama3-70b", "tpu-v5p:4x4x8", "fsdp=128", 256, 10.4, 22),
     "70b-tensor": ("llama3-70b", "tpu-v5p:4x4x8", "fsdp=32 tensor=4", 256, 11.8, 22),
     "70b-pipe": ("llama3-70b", "tpu-v5p:4x4x8", f"{PIPE} chunks=10", 256, 13, 20),
     "70b-pipe-5": ("llama3-70b", "tpu-v5p:4x4x8", f"{PIPE} chunks=5", 256, 13, 20),
@@ -231,7 +233,7 @@ class Estimate:
     kernels: int = 0
     """Pallas kernels without an estimate."""
     arriving: dict[str, float] = field(default_factory=dict)
-    """When each permute under way is there."""
+    """When each transfer under way is there."""
 
     def add(self, other: "Estimate", times: int) -> None:
         for name in ("step_s", "compute_s", "exposed_s", "sent_bytes", "kernels"):
@@ -247,23 +249,25 @@ class Estimate:
         self.sent_bytes += count
 
 
-def estimate(text: str) -> Estimate:
+def estimate(text: str, sparsecore_bytes_per_s: float = SYNC_BYTES_PER_S) -> Estimate:
     """The time of one step from a scheduled program's text."""
     computations, entry = parse(text)
-    return _walk(entry, computations)
+    return _walk(entry, computations, sparsecore_bytes_per_s)
 
 
-def _walk(name: str, computations: dict[str, Computation]) -> Estimate:
-    computation, total = computations[name], Estimate()
+def _walk(name: str, computations: dict[str, Computation], sparsecore_bytes_per_s: float) -> Estimate:
+    computation, total, links_free_s = computations[name], Estimate(), 0.0
     for operation in computation.values():
         kind = next((k for k in KINDS if operation.opcode in (k, f"{k}-start")), None)
         inner = operation.named("calls") or operation.named("to_apply")
         if operation.opcode == "while":
-            total.add(_walk(operation.named("body"), computations), trips(operation, computation, computations))
+            turn = _walk(operation.named("body"), computations, sparsecore_bytes_per_s)
+            total.add(turn, trips(operation, computation, computations))
         elif operation.opcode == "conditional":
-            branches = re.search(r"branch_computations=\{(.*?)\}", operation.line)
-            names = re.findall(r"%([\w.\-]+)", branches.group(1)) if branches else ()
-            total.add(max((_walk(name, computations) for name in names), key=lambda e: e.step_s, default=Estimate()), 1)
+            listed = re.search(r"branch_computations=\{(.*?)\}", operation.line)
+            names = re.findall(r"%([\w.\-]+)", listed.group(1)) if listed else ()
+            branches = (_walk(name, computations, sparsecore_bytes_per_s) for name in names)
+            total.add(max(branches, key=lambda e: e.step_s, default=Estimate()), 1)
         elif kind == "collective-permute" and operation.opcode.endswith("-start"):
             count = sent_bytes(kind, operation, computation)
             total.sent_bytes += count
@@ -271,6 +275,14 @@ def _walk(name: str, computations: dict[str, Computation]) -> Estimate:
         elif operation.opcode == "collective-permute-done":
             wait = max(0.0, total.arriving.pop(operation.operands[0], 0.0) - total.step_s)
             total.block(wait, 0)
+        elif operation.opcode == "custom-call-update":  # a SparseCore's work is given its operands
+            called = re.search(r"called_computations=\{%([\w.\-]+)", computation[operation.operands[0]].line).group(1)
+            count = sum(_fused_collectives(called, computations))
+            total.sent_bytes += count
+            links_free_s = max(total.step_s, links_free_s) + count / sparsecore_bytes_per_s
+            total.arriving[operation.name] = links_free_s
+        elif operation.opcode == "custom-call-done":
+            total.block(max(0.0, total.arriving.pop(operation.operands[0], 0.0) - total.step_s), 0)
         elif kind:
             count = sent_bytes(kind, operation, computation)
             rate = PERMUTE_BYTES_PER_S if kind == "collective-permute" else SYNC_BYTES_PER_S
@@ -301,7 +313,7 @@ def _fused_collectives(name: str, computations: dict[str, Computation]) -> list[
 # ---- rows --------------------------------------------------------------------------------------------
 
 
-def run(name: str) -> dict:
+def run(name: str, sparsecore_bytes_per_s: float = SYNC_BYTES_PER_S) -> dict:
     """Compile one row and estimate it."""
     preset, target, layout, sequences, step_goal_s, peak_goal_gib = ROWS[name]
     settings = [part for setting in (*COMMON, f"train.batch_sequences={sequences}") for part in ("--set", setting)]
@@ -326,12 +338,16 @@ def run(name: str) -> dict:
         facts = json.loads(done.stdout)
         if not text.exists():
             sys.exit(facts.get("reason") or facts.get("text_error"))
-        return facts | figures(text) | {"row": name, "step_goal_s": step_goal_s, "peak_goal_gib": peak_goal_gib}
+        return (
+            facts
+            | figures(text, sparsecore_bytes_per_s)
+            | {"row": name, "step_goal_s": step_goal_s, "peak_goal_gib": peak_goal_gib}
+        )
 
 
-def figures(path: Path) -> dict:
+def figures(path: Path, sparsecore_bytes_per_s: float = SYNC_BYTES_PER_S) -> dict:
     data = path.read_bytes()
-    e = estimate((gzip.decompress(data) if path.suffix == ".gz" else data).decode())
+    e = estimate((gzip.decompress(data) if path.suffix == ".gz" else data).decode(), sparsecore_bytes_per_s)
     return {
         "step_s": e.step_s,
         "compute_s": e.compute_s,
@@ -354,6 +370,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; none: all but memory-*")
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="estimate these programs; compile nothing")
+    parser.add_argument(
+        "--sparsecore", type=float, default=SYNC_BYTES_PER_S, help="bytes/s of a SparseCore's collective"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
     unknown = set(args.rows) - set(ROWS)
@@ -363,7 +382,7 @@ def main() -> None:
         print("| row | step s | compute s | exposed s | GB sent | peak GiB | compile |\n|---|---|---|---|---|---|---|")
     rows = []
     for name in args.text or args.rows or [row for row in ROWS if row not in MEMORY_ROWS]:
-        rows.append({"text": str(name)} | figures(name) if args.text else run(name))
+        rows.append({"text": str(name)} | figures(name, args.sparsecore) if args.text else run(name, args.sparsecore))
         if not args.json:
             print(shown(rows[-1]), flush=True)
     if args.json:

@@ -163,6 +163,38 @@ def test_heads_together_have_the_gradients_of_heads_apart():
         jax.tree.map(np.testing.assert_array_equal, outs, apart)
 
 
+# ---- the estimate ----------------------------------------------------------------------------------------
+
+GATHER_BESIDE_WORK = """HloModule step, is_scheduled=true
+
+%gather (shard: bf16[1,540000]) -> bf16[4,540000] {
+  %shard = bf16[1,540000]{1,0} parameter(0)
+  ROOT %all-gather = bf16[4,540000]{1,0} all-gather(%shard), replica_groups=[1,4]<=[4], dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[1,540000]) -> bf16[4,540000] {
+  %x = bf16[1,540000]{1,0} parameter(0)
+  %start = ((), (), ()) custom-call-start(), async_execution_thread="sparsecore", called_computations={%gather}
+  %update = ((bf16[1,540000]{1,0}), bf16[4,540000]{1,0}, ()) custom-call-update(%start, %x)
+  %work = bf16[1,540000]{1,0} negate(%x), backend_config={"estimated_cycles":"7000"}
+  ROOT %done = bf16[4,540000]{1,0} custom-call-done(%update)
+}
+"""
+
+
+@pytest.mark.parametrize(("rate", "exposed_s"), [(540e9, 2e-6), (1080e9, 0.0), (270e9, 8e-6)])
+def test_a_sparsecore_gather_is_exposed_for_what_runs_past_the_work_beside_it(rate, exposed_s, monkeypatch):
+    """3 x 1.08 MB take 6 us at 540 GB/s; 7000 cycles at 1.75 GHz take 4 us."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import aot as benchmark
+
+    found = benchmark.estimate(GATHER_BESIDE_WORK, rate)
+    assert found.sent_bytes == 3 * 1_080_000
+    assert found.compute_s == pytest.approx(4e-6)
+    assert found.exposed_s == pytest.approx(exposed_s, abs=1e-15)
+    assert found.step_s == pytest.approx(4e-6 + exposed_s)
+
+
 # ---- the full-size steps -----------------------------------------------------------------------------
 
 

@@ -60,6 +60,10 @@ ROWS = {
         "fsdp=4 tensor=2 zero=2",
         "data=2 fsdp=2 tensor=2 zero=1 sequence_parallel=false microbatches=2",
         "fsdp=2 tensor=2 gather=step microbatches=2",
+        "fsdp=4 prefetch=true",
+        "data=2 fsdp=2 prefetch=true",
+        "data=2 fsdp=2 tensor=2 prefetch=true microbatches=2",
+        "fsdp=2 tensor=2 zero=2 prefetch=true",
     ),
     "llama tied, 8 heads of 2": ("tensor=8", "fsdp=2 tensor=4", "tensor=4 sequence_parallel=false microbatches=2"),
     "llama, 8 heads of 1": ("tensor=4", "data=2 tensor=2 sequence_parallel=false"),
@@ -70,6 +74,7 @@ ROWS = {
         "tensor=6 sequence_parallel=false",
         "data=2 fsdp=2 tensor=2",
         "fsdp=4 tensor=2 zero=1",
+        "fsdp=4 tensor=2 prefetch=true",
     ),
     "gpt, own head": ("fsdp=2 tensor=3 zero=2 microbatches=2",),
     "ffn": ("data=1", "data=8", "fsdp=4 tensor=2", "data=2 tensor=4 microbatches=2"),
@@ -131,15 +136,18 @@ def changed(name: str, **train) -> Verifier:
 
 
 @pytest.mark.parametrize("remat", ["full", "save:q,k,v,attention_out"])
-def test_rematerialisation_changes_nothing(remat):
-    require_equal(changed("llama", remat=remat)(parse_layout("fsdp=2 tensor=2 zero=3")))
+@pytest.mark.parametrize("layout", ["fsdp=2 tensor=2 zero=3", "fsdp=2 tensor=2 prefetch=true"])
+def test_rematerialisation_changes_nothing(remat, layout):
+    require_equal(changed("llama", remat=remat)(parse_layout(layout)))
 
 
 def test_chunks_of_the_loss_change_nothing():
     require_equal(changed("llama", loss_chunk_tokens=17)(parse_layout("data=2 tensor=2")))
 
 
-@pytest.mark.parametrize("layout", ["fsdp=4 tensor=2", "tensor=6 sequence_parallel=false microbatches=2"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp=4 tensor=2", "tensor=6 sequence_parallel=false microbatches=2", "fsdp=4 tensor=2 prefetch=true"]
+)
 @pytest.mark.parametrize("form", ["tpu", "gpu"])
 def test_the_form_for_accelerators_is_equal_too(form, layout):
     """Other loops, matmuls, gathers and look-ups than on CPU, and layers recomputed."""

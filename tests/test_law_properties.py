@@ -82,7 +82,13 @@ def dropout_verifier() -> Verifier:
 
 
 @pytest.mark.parametrize(
-    "layout", ["data=2 fsdp=2 tensor=2", "tensor=6 sequence_parallel=false", "fsdp=2 tensor=2 microbatches=2"]
+    "layout",
+    [
+        "data=2 fsdp=2 tensor=2",
+        "tensor=6 sequence_parallel=false",
+        "fsdp=2 tensor=2 microbatches=2",
+        "fsdp=2 tensor=2 prefetch=true",
+    ],
 )
 def test_dropout_is_the_same_on_any_layout(layout):
     """Property 8: masks are a function of seed, step, layer, sequence and position, never of the shard."""

@@ -315,6 +315,8 @@ class LayoutConfig:
     """What the fsdp axis shards: 0 nothing, 1 optimiser state, 2 also gradients, 3 also parameters."""
     gather: str = "use"
     """When ZeRO-3 weights are gathered: `use` (each time a layer needs them) or `step` (once; more memory, fewer bytes)."""
+    prefetch: bool = False
+    """Gather a layer's ZeRO-3 weights while its neighbour computes. No effect with pipe, gather=step or zero below 3."""
     sequence_parallel: bool = True
     """Split the residual stream's tokens over the tensor axis, so that norms are not computed by every rank."""
     microbatches: int = 1

@@ -16,10 +16,12 @@ from meshwright.engine import Engine, wider
 from meshwright.layout import letters_of
 from meshwright.model import cudnn
 from meshwright.model.attention import Dropout
+from meshwright.model.prefetch import Stack, prefetches, run_ahead
 
 Tree = dict[str, Any]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tokens:
     """What the layers know of the tokens they are given, besides the residual stream itself."""
@@ -150,9 +152,13 @@ def run_layers(
             x_BTD = block(replace(engine, path=f"layers/{i}/"), own, x_BTD, tokens, i)
         return x_BTD
 
-    receivers = jax.tree_util.tree_leaves_with_path(layers)
-    receivers = [_receiver(engine, letters_of(path[-1].key), w) for path, w in receivers]
     stacks, tree = jax.tree.flatten(layers)
+    letters = tuple(letters_of(path[-1].key) for path, _ in jax.tree_util.tree_leaves_with_path(layers))
+    if prefetches(engine):
+        layer = lambda engine, leaves, *rest: block(engine, jax.tree.unflatten(tree, leaves), *rest)  # noqa: E731
+        return run_ahead(Stack(engine, layer, letters, remat), tuple(stacks), x_BTD, tokens)
+
+    receivers = [_receiver(engine, *leaf) for leaf in zip(letters, stacks, strict=True)]
     stacks = [w if r is None else lax.stop_gradient(w) for w, r in zip(stacks, receivers, strict=True)]
 
     def one(x_BTD, layer):
@@ -167,14 +173,9 @@ def run_layers(
 
 
 def _receiver(engine: Engine, letters: str, w: jax.Array) -> jax.Array | None:
-    """What receives the gradient of a stack of weights in its stead, in the dtype in which it was summed; or None.
-
-    A layer's gradient that was scattered in bfloat16 is exact in bfloat16, but a scan stacks it in the weights' float32:
-    one GiB more for 8 billion parameters on 16 devices.
-    """
-    dtype = engine.reduce_dtype
-    scattered = any(engine.zero_axes(letters)) and jnp.finfo(engine.compute_dtype).bits <= jnp.finfo(dtype).bits
-    return _zeros_like(w, dtype) if scattered and jnp.finfo(dtype).bits < jnp.finfo(w.dtype).bits else None
+    """What receives the gradient of a stack of weights in its stead, in `engine.gradient_dtype`; None: it does itself."""
+    dtype = engine.gradient_dtype(w.dtype, letters)
+    return _zeros_like(w, dtype) if dtype != w.dtype else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -21,11 +21,9 @@ from meshwright.compat import vary
 from meshwright.engine import Engine, place
 from meshwright.model.forward import Objective
 from meshwright.model.layers import Tokens
+from meshwright.model.replay import keeping, names_kept, replayed
 
 Tree = Any
-
-MATMUL_RESULTS = ("q", "k", "v", "attention", "attention_out", "gate", "up")
-"""What is kept where nothing is to be recomputed: from these and the input the rest of a layer is cheap."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,7 @@ class Layer:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The arrays that are kept."""
-        remat = self.objective.remat
-        if remat == "none":
-            return MATMUL_RESULTS
-        return tuple(remat.removeprefix("save:").replace(" ", "").split(",")) if remat.startswith("save:") else ()
+        return names_kept(self.objective.remat)
 
     def at(self, chunk: jax.Array, i: Any) -> tuple[Any, Tree, jax.Array]:
         """(row, weights, number in the model) of a chunk's layer; the number is -1 where the row has none."""
@@ -89,13 +84,9 @@ class Layer:
 
     def _kept(self, weights: Tree, x: jax.Array, tokens: Tokens | None, number: jax.Array) -> tuple[jax.Array, Tree]:
         """A layer's result and what it keeps."""
-        kept = {"x": x}
-
-        def keep(name: str, letters: str, value: jax.Array) -> jax.Array:
-            kept.update({name: value} if name in self.names else {})
-            return value
-
-        return self._block(replace(self.engine, observe=keep), weights, x, tokens, number), kept
+        engine, kept = keeping(self.engine, self.names)
+        y = self._block(engine, weights, x, tokens, number)
+        return y, {"x": x} | kept
 
     def forward(self, chunk: jax.Array, x: jax.Array, tokens: Tokens | None) -> tuple[jax.Array, Tree]:
         """A chunk's result, and what its layers keep (`_each`)."""
@@ -110,11 +101,6 @@ class Layer:
 
     # ---- backward ----
 
-    def _replayed(self, kept: Tree) -> Engine:
-        """An engine on which a layer takes the kept arrays for those that it names."""
-        stand = lambda name, letters, value: standing_for(value, kept[name]) if name in kept else value  # noqa: E731
-        return replace(self.engine, observe=stand)
-
     def backward(
         self, chunk: jax.Array, kept: Tree, dy: jax.Array, tokens: Tokens | None, sums: Tree
     ) -> tuple[jax.Array, Tree]:
@@ -125,7 +111,7 @@ class Layer:
             own = step[1]
 
             def run(dy: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
-                block = lambda w, x: self._block(self._replayed(own), w, x, tokens, number)  # noqa: E731
+                block = lambda w, x: self._block(replayed(self.engine, own), w, x, tokens, number)  # noqa: E731
                 _, back = jax.vjp(block, weights, own["x"])
                 dw, dx = back(dy)
                 return dx, add_row(sums, row, dw)
@@ -180,7 +166,7 @@ class Layer:
             arrays.append((x, result))
             return result
 
-        return self._block(replace(self._replayed(kept), defer=defer), weights, x, tokens, number), arrays
+        return self._block(replace(replayed(self.engine, kept), defer=defer), weights, x, tokens, number), arrays
 
     def weight_gradients(self, chunk: jax.Array, tape: Tree, sums: Tree) -> Tree:
         """The gradients of the weights of a chunk's matmuls, from their tape, added to `sums`."""
@@ -203,15 +189,6 @@ class Layer:
             return self._where_layer(number, run, lambda sums: sums, sums), None
 
         return self._each(one, sums, xs=tape)[0]
-
-
-@jax.custom_vjp
-def standing_for(value: jax.Array, kept: jax.Array) -> jax.Array:
-    """`kept`, with the gradient of the `value` that it is a copy of: what leads only to the value need not be computed."""
-    return kept
-
-
-standing_for.defvjp(lambda value, kept: (kept, None), lambda _, gradient: (gradient, None))
 
 
 def zeros(kind: Any) -> jax.Array:

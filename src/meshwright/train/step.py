@@ -22,6 +22,22 @@ COMPILER_OPTIONS = {"TPU v5": {"xla_tpu_scoped_vmem_limit_kib": "32768"}}
 layer's matmuls whose cycles it estimates at 2% above the chip's rate, instead of 7 to 18%; with more, compiling takes
 longer than the last 1% is worth (Llama-3.1-8B, libtpu 0.0.52, docs/aot.md)."""
 
+OFFLOADED = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
+OFFLOAD_OPTIONS = {
+    "TPU v5": {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in OFFLOADED},
+}
+"""By device kind. TPU v5p: gathers and scatter-sums, over one, two or three dimensions of the torus, by the SparseCores,
+so that weights and their gradients move beside matmuls. Not with a tensor axis, where the gathers of the residual stream
+are waited for whoever carries them out, and the SparseCores' rate is not known; nor in a pipeline's branches, where it is
+not tried (docs/aot.md)."""
+
+
+def compiler_options(run: Run) -> dict[str, str]:
+    """What the step's compiler is asked for beyond its defaults."""
+    kind = run.mesh.devices.flat[0].device_kind
+    offload = {} if run.layout.live("pipe", "tensor") else OFFLOAD_OPTIONS.get(kind, {})
+    return COMPILER_OPTIONS.get(kind, {}) | offload
+
 
 def objective_of(run: Run) -> Objective:
     return Objective(run.engine, run.config.train, run.remat)
@@ -77,7 +93,7 @@ def train_step(run: Run) -> Any:
         offloaded if config.optim.offload else inner,
         donate_argnums=0,
         out_shardings=(at_rest, metrics),
-        compiler_options=COMPILER_OPTIONS.get(run.mesh.devices.flat[0].device_kind),
+        compiler_options=compiler_options(run),
     )
 
 
