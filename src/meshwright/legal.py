@@ -62,6 +62,23 @@ def _accepted(config: RunConfig, layout: LayoutConfig) -> bool:
 
 # ---- pipelines -----------------------------------------------------------------------------------------------
 
+
+def every_schedule(config: RunConfig, device_count: int) -> list[LayoutConfig]:
+    """Every schedule on 2, 3, 4 and 8 stages with every number of microbatches up to three for each stage.
+
+    Those that divide the batch; on nothing but pipe, and balanced layers.
+    """
+    base = without_pipe(config.layout)
+    layouts = [
+        replace(base, pipe=pipe, schedule=name, chunks=1 + (name in TWO_CHUNKS), microbatches=count)
+        for pipe in PIPES
+        for name in NAMES
+        for count in range(1, 3 * pipe + 1)
+        if pipe <= device_count
+    ]
+    return [layout for layout in layouts if _accepted(config, layout)]
+
+
 Choice = dict[str, int]
 """For each setting, the number of its value in `Covering.values`."""
 Pair = tuple[tuple[str, int], tuple[str, int]]
