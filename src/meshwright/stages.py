@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshwright.config import LayoutConfig, ModelConfig, require
 from meshwright.schedules.files import read_csv
-from meshwright.schedules.generate import make
+from meshwright.schedules.generate import make, require_known
 from meshwright.schedules.table import Schedule, position
 
 NEARLY = 1.05
@@ -72,6 +72,8 @@ class Stages:
 def stages_of(layout: LayoutConfig, model: ModelConfig) -> Stages:
     """The layers of each stage and chunk of a layout; refused by name where they cannot be."""
     if layout.pipe == 1:
+        if not layout.schedule.endswith(".csv"):
+            require_known(layout.schedule)
         return Stages(((range(model.layers),),))
     schedule = schedule_of(layout)
     counts = (

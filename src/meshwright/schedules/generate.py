@@ -53,6 +53,14 @@ _RECIPES = {
 }
 
 
+def require_known(name: str) -> None:
+    """Refuse a name that no schedule has."""
+    if name not in NAMES:
+        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise Refused(f"layout.schedule={name!r} is not known; known: {', '.join(NAMES)}{hint}")
+
+
 def make(
     name: str,
     stages: int,
@@ -71,10 +79,7 @@ def make(
 
     Refuses unknown names, other numbers of chunks, and times and limits for schedules that do not take them.
     """
-    if name not in NAMES:
-        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
-        hint = f". Did you mean {close[0]!r}?" if close else ""
-        raise Refused(f"layout.schedule={name!r} is not known; known: {', '.join(NAMES)}{hint}")
+    require_known(name)
     for setting, value in (("stages (layout.pipe)", stages), ("layout.microbatches", microbatches)):
         require(value >= 1, f"schedule {name}: {setting}={value} must be at least 1")
     if name == "zb-auto":
