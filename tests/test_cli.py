@@ -37,7 +37,49 @@ BAD = [
     (["train", "llama-demo", "--layout", "fsdp"], "axis=degree"),
     (["train", "llama-demo", "--layout", "fsdp=2 fsdp=4"], "twice"),
     (["train", "llama-demo", "--layout", "fsdp=0"], "at least 1"),
-    (["train", "llama-demo", "--layout", "pipe=8"], "pipe=8"),
+    (["train", "llama-demo", "--layout", "pipe=8"], "pipe=8 x 1 chunk need at least 8 layers, but the model has 4"),
+    (["train", "llama-demo", "--layout", "pipe=2 schedule=interleaved chunks=3"], "at least 6 layers"),
+    (["train", "llama-demo", "--layout", "pipe=2 schedule=zb-v chunks=3"], "zb-v has 2 chunks per stage"),
+    (["train", "llama-demo", "--layout", "pipe=2 chunks=2"], "1f1b has 1 chunk per stage, not layout.chunks=2"),
+    (["train", "llama-demo", "--layout", "pipe=2 microbatches=5"], "microbatches=5"),
+    (["train", "llama-demo", "--layout", "pipe=2 schedule=zbv"], "Did you mean 'zb-v'?"),
+    (["train", "llama-demo", "--layout", "schedule=1f2b"], "Did you mean '1f1b'?"),
+    (["train", "llama-demo", "--layout", "pipe=2 stash=stages"], "Did you mean 'stage'?"),
+    (["train", "llama-demo", "--layout", "pipe=2 stage_layers=3,2"], "has 5 layers, but the model has 4"),
+    (
+        ["train", "llama-demo", "--layout", "pipe=2 stage_layers=1,2,1"],
+        "names 3 parts; write one for each of the 2 stages",
+    ),
+    (["train", "llama-demo", "--layout", "pipe=2 stage_layers=4"], "names 1 part;"),
+    (["show", "layout", "llama-demo", "--layout", "pipe=2 stage_layers=4,0"], "leaves stage 1 without a layer"),
+    (
+        ["train", "llama-demo", "--layout", "pipe=2 schedule=zb-v stage_layers=3,1"],
+        "leaves stage 1 a chunk without a layer",
+    ),
+    (
+        ["train", "llama-demo", "--layout", "pipe=2 schedule=zb-v stage_layers=2,0,1,1"],
+        "each of its 2 chunks needs one",
+    ),
+    (["train", "residual-demo", "--layout", "pipe=2 split_vocabulary=true"], "needs a vocabulary"),
+    (["train", "llama-demo", "--layout", "pipe=2", "--devices", "8"], "there are 8"),
+    (["train", "llama-demo", "--layout", "pipe=2 microbatches=2 schedule=none.csv"], "no schedule file 'none.csv'"),
+    (["train", "llama-demo", "--layout", "pipe=2 microbatches=2 schedule=short.csv"], "stage 1, B1: is never done"),
+    (
+        ["train", "llama-demo", "--layout", "pipe=2 microbatches=2 schedule=early.csv"],
+        "line 4: tick 0, stage 1, F0: uses F0",
+    ),
+    (
+        ["train", "llama-demo", "--layout", "pipe=2 microbatches=4 schedule=right.csv"],
+        "layout.microbatches=2, but the layout has 4",
+    ),
+    (
+        ["train", "llama-demo", "--layout", "pipe=4 microbatches=2 schedule=right.csv"],
+        "layout.pipe=2, but the layout has 4",
+    ),
+    (
+        ["train", "llama-demo", "--layout", "pipe=2 chunks=2 microbatches=2 schedule=right.csv"],
+        "layout.chunks=1, but the layout",
+    ),
     (["train", "llama-demo", "--layout", "fsdp=5"], "divide"),
     (["train", "llama-demo", "--layout", "data=64"], "batch"),
     (["train", "llama-demo", "--layout", "fsdp=2", "--devices", "8"], "there are 8"),
@@ -65,6 +107,10 @@ BAD = [
     (["verify"], "CONFIG"),
     (["verify", "llama-tiny", "--layouts", ""], "--layouts"),
     (["verify", "llama-tiny", "--layouts", "random:x"], "random:N"),
+    (
+        ["verify", "llama-tiny", "--layouts", "pipelines", "--set", "model.layers=1"],
+        "no pipeline fits 8 devices and 1 layers",
+    ),
     (["verify", "llama-tiny", "--layouts", "fsdp=2; tensr=2"], "tensr"),
     (["verify", "llama-tiny", "--dtype", "float63"], "'float64'"),
     (["compile", "llama-tiny"], "--target"),
@@ -87,6 +133,11 @@ def answers(tmp_path_factory):
     (directory / "typo.toml").write_text("[model]\nlaers = 4")
     (directory / "old").mkdir()
     (directory / "old" / "config.toml").write_text(to_toml(resolve("llama-demo")))
+    operations = ("0,0,F,0", "1,0,F,1", "1,1,F,0", "2,1,F,1", "2,1,B,0", "3,0,B,0", "3,1,B,1", "4,0,B,1")
+    schedule = ["tick,stage,op,microbatch", *operations]
+    (directory / "right.csv").write_text("\n".join(schedule))
+    (directory / "short.csv").write_text("\n".join(line for line in schedule if line != "3,1,B,1"))
+    (directory / "early.csv").write_text("\n".join(schedule).replace("1,1,F,0", "0,1,F,0"))
     before = sorted(directory.rglob("*"))
     program = """if True:
         import contextlib, io, json, sys

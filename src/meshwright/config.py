@@ -539,6 +539,8 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
         return tuple(items)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind is str and type(value) is int:
+        return str(value)  # stage_layers=4
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}

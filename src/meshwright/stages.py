@@ -92,22 +92,26 @@ def stages_of(layout: LayoutConfig, model: ModelConfig) -> Stages:
 def _asked(layout: LayoutConfig, model: ModelConfig, schedule: Schedule) -> list[list[int]]:
     """The layers of each [stage][chunk] as `layout.stage_layers` says."""
     numbers, text = [int(n) for n in layout.stage_layers.split(",")], f"layout.stage_layers={layout.stage_layers}"
+    parts = "1 part" if len(numbers) == 1 else f"{len(numbers)} parts"
+    or_chunks = f" or for each of their {schedule.positions} chunks" if schedule.chunks > 1 else ""
     require(
         len(numbers) in (schedule.stages, schedule.positions),
-        f"{text} names {len(numbers)} parts; write one for each of the {schedule.stages} stages (layout.pipe)"
-        + (f" or for each of their {schedule.positions} chunks" if schedule.chunks > 1 else ""),
+        f"{text} names {parts}; write one for each of the {schedule.stages} stages (layout.pipe){or_chunks}",
     )
     require(
         sum(numbers) == model.layers,
         f"{text} has {sum(numbers)} layers, but the model has {model.layers} (model.layers); every layer is on one stage",
     )
     if len(numbers) == schedule.positions:
-        least = min(numbers)
         counts = [[numbers[schedule.position(s, c)] for c in range(schedule.chunks)] for s in range(schedule.stages)]
     else:
-        least = min(numbers) // schedule.chunks
         counts = [_evenly(n, schedule.chunks) for n in numbers]
-    require(least >= 1, f"{text} leaves a chunk without a layer; each of a stage's {schedule.chunks} needs one")
+    for stage, own in enumerate(counts):
+        rule = "every stage needs one" if schedule.chunks == 1 else f"each of its {schedule.chunks} chunks needs one"
+        require(
+            min(own) >= 1,
+            f"{text} leaves stage {stage} {'a chunk ' if schedule.chunks > 1 else ''}without a layer; {rule}",
+        )
     return counts
 
 
