@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from meshwright import mesh
-from meshwright.config import LayoutConfig, ModelConfig, Refused, RunConfig, TrainConfig, parse_layout
+from meshwright.config import LayoutConfig, ModelConfig, OptimConfig, Refused, RunConfig, TrainConfig, parse_layout
 from meshwright.layout import check
 from meshwright.legal import every_schedule
 from meshwright.presets import resolve
@@ -24,8 +24,10 @@ from meshwright.schedules.generate import make
 from meshwright.schedules.place import from_orders
 from meshwright.schedules.table import Op
 from meshwright.stages import stages_of
+from meshwright.train import step
 from meshwright.train.state import Run
 from meshwright.verify import parity
+from meshwright.verify.cases import hard_batch
 from meshwright.verify.parity import Verifier
 
 TRAIN = TrainConfig(batch_sequences=12, sequence_length=24, z_loss=1e-3, label_smoothing=0.1)
@@ -258,3 +260,31 @@ def test_the_optimiser_has_one_state_for_each_parameter(split):
     assert paths(run) == paths(one)
     held = [path for path in paths(run) if "tokens_VD" in path]
     assert len(held) == 2
+
+
+SMALL = RunConfig(
+    model=ModelConfig(layers=3, d_model=16, d_ff=32, heads=4, kv_heads=2, head_size=4, vocab_size=37),
+    train=TrainConfig(batch_sequences=4, sequence_length=8, param_dtype="float64", compute_dtype="float64"),
+)
+
+
+def trained(config: RunConfig, layout: str, steps: int = 3) -> dict:
+    """The weights after a few steps, as the model has them."""
+    run = run_of(config, layout)
+    letters = step.objective_of(run).batch_letters
+    batches = [step.put_batch(run, hard_batch(config, seed=seed), letters) for seed in range(steps)]
+    state = parity.compile_fast(run, run.initial_program())()
+    program = parity.compile_fast(run, step.train_step(run), state, batches[0])
+    for batch in batches:
+        state, _ = program(state, batch)
+    return parity.trimmed(run.layout, state["params"])
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", *(pytest.param(name, marks=LATER) for name in ("sgd", "lion"))])
+def test_an_optimiser_makes_the_same_update_on_uneven_stages(name):
+    """Rows without a layer take no part, also where the algorithm looks at whole arrays."""
+    optim = OptimConfig(name=name, lr=1e-2, momentum=0.9 if name == "sgd" else 0.0)
+    one, other = (
+        trained(replace(SMALL, optim=optim), layout) for layout in ("data=1", "pipe=2 fsdp=2 stage_layers=1,2")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-10), one, other)
