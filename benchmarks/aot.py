@@ -38,9 +38,9 @@ COMMON = (
 PIPE = "pipe=8 fsdp=16 schedule=interleaved microbatches=16 split_vocabulary=true"
 ROWS = {
     # name: preset, target, layout, sequences, then the goals: step in s, peak in GiB
-    "8b-fsdp": ("llama3.1-8b", "tpu-v5p:2x2x4", "fsdp=16", 64, 2.3, 14),
+    "8b-fsdp": ("llama3.1-8b", "tpu-v5p:2x2x4", "fsdp=16", 64, 2.7, 16),
     "8b-tensor": ("llama3.1-8b", "tpu-v5p:2x2x4", "fsdp=4 tensor=4", 64, 2.6, 15.5),
-    "70b-fsdp": ("llama3-70b", "tpu-v5p:4x4x8", "fsdp=128", 256, 10.4, 22),
+    "70b-fsdp": ("llama3-70b", "tpu-v5p:4x4x8", "fsdp=128", 256, 11.5, 22),
     "70b-tensor": ("llama3-70b", "tpu-v5p:4x4x8", "fsdp=32 tensor=4", 256, 11.8, 22),
     "70b-pipe": ("llama3-70b", "tpu-v5p:4x4x8", f"{PIPE} chunks=10", 256, 13, 20),
     "70b-pipe-5": ("llama3-70b", "tpu-v5p:4x4x8", f"{PIPE} chunks=5", 256, 13, 20),
@@ -59,7 +59,9 @@ MEMORY_ROWS = {
     for schedule in ("1f1b", "gpipe")
     for count in (8, 16, 32)
 }
-ROWS |= MEMORY_ROWS
+SPARSE_ROWS = {f"{name}-sparse": ROWS[name] for name in ("8b-fsdp", "70b-fsdp")}
+"""The same with `train.sparse_cores`."""
+ROWS |= MEMORY_ROWS | SPARSE_ROWS
 
 # ---- the text of a compiled program ------------------------------------------------------------------
 
@@ -316,7 +318,8 @@ def _fused_collectives(name: str, computations: dict[str, Computation]) -> list[
 def run(name: str, sparsecore_bytes_per_s: float = SYNC_BYTES_PER_S) -> dict:
     """Compile one row and estimate it."""
     preset, target, layout, sequences, step_goal_s, peak_goal_gib = ROWS[name]
-    settings = [part for setting in (*COMMON, f"train.batch_sequences={sequences}") for part in ("--set", setting)]
+    own = (f"train.batch_sequences={sequences}", f"train.sparse_cores={str(name in SPARSE_ROWS).lower()}")
+    settings = [part for setting in (*COMMON, *own) for part in ("--set", setting)]
     with tempfile.TemporaryDirectory() as directory:
         text = Path(directory) / "step.hlo"
         command = [

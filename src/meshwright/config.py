@@ -224,6 +224,9 @@ class TrainConfig:
     reduce_dtype: str = "float32"
     """Gradients are summed across devices and microbatches in this dtype (or a wider compute dtype)."""
     logits_dtype: str = "float32"
+    sparse_cores: bool = False
+    """TPU v5p, without pipe and tensor: gathers and scatter-sums by the SparseCores, beside matmuls. By the compiler's
+    estimate 3 to 5% faster; no chip has run it yet (docs/aot.md)."""
     loss_chunk_tokens: int = 1024
     """Tokens whose logits a device holds at one time; times the tensor degree, for then it holds a part of each."""
     z_loss: float = 0.0

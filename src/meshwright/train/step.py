@@ -27,16 +27,16 @@ OFFLOAD_OPTIONS = {
     "TPU v5": {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in OFFLOADED},
 }
 """By device kind. TPU v5p: gathers and scatter-sums, over one, two or three dimensions of the torus, by the SparseCores,
-so that weights and their gradients move beside matmuls. Not with a tensor axis, where the gathers of the residual stream
-are waited for whoever carries them out, and the SparseCores' rate is not known; nor in a pipeline's branches, where it is
-not tried (docs/aot.md)."""
+so that weights and their gradients move beside matmuls (`train.sparse_cores`). Not with a tensor axis, where the gathers
+of the residual stream are waited for whoever carries them out, and the SparseCores' rate is not known; nor in a pipeline's
+branches, where it is not tried (docs/aot.md)."""
 
 
 def compiler_options(run: Run) -> dict[str, str]:
     """What the step's compiler is asked for beyond its defaults."""
     kind = run.mesh.devices.flat[0].device_kind
-    offload = {} if run.layout.live("pipe", "tensor") else OFFLOAD_OPTIONS.get(kind, {})
-    return COMPILER_OPTIONS.get(kind, {}) | offload
+    offload = run.config.train.sparse_cores and not run.layout.live("pipe", "tensor")
+    return COMPILER_OPTIONS.get(kind, {}) | (OFFLOAD_OPTIONS.get(kind, {}) if offload else {})
 
 
 def objective_of(run: Run) -> Objective:
