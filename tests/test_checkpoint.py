@@ -132,6 +132,58 @@ def test_a_run_stopped_twice_goes_on_on_other_layouts_as_if_it_had_not_been(text
     assert facts["eval_loss"] < facts["eval_loss_before"] - 0.5
 
 
+PIPED = replace(CONFIG, model=replace(CONFIG.model, layers=5))
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_run_goes_on_with_another_pipeline_as_if_it_had_not_been_stopped(text, tmp_path, monkeypatch):
+    """Interleaved chunks, no pipeline, a V of uneven chunks, and back: one curve, one held-out loss."""
+    config = replace(PIPED, data=DataConfig(paths=(str(text),)))
+    whole, _ = train(with_layout(config, "data=2"), tmp_path / "whole")
+    stopped = tmp_path / "stopped"
+    interleaved = "pipe=2 data=2 microbatches=3 schedule=interleaved"
+    uneven = "pipe=2 tensor=2 microbatches=6 schedule=zb-v stage_layers=3,2 split_vocabulary=true"
+    layouts = ((interleaved, 1), ("data=2", 3), (uneven, 5), (interleaved, None))
+    for layout, last in layouts:
+        with monkeypatch.context() as patch:
+            if last is None:
+                facts, _ = train(with_layout(config, layout), stopped, resumed=True)
+                continue
+            interrupt_after(last, patch)
+            with pytest.raises(KeyboardInterrupt):
+                train(with_layout(config, layout), stopped, resumed=last > 1)
+    expected, got = rows(tmp_path / "whole"), rows(stopped)
+    for name in ("step", "lr", "tokens", "targets", "skipped"):
+        assert [row.get(name) for row in got] == [row.get(name) for row in expected]
+    for name in ("loss", "grad_norm", "clip_factor"):
+        np.testing.assert_allclose([row[name] for row in got[:-1]], [row[name] for row in expected[:-1]], rtol=1e-9)
+    np.testing.assert_allclose(facts["eval_loss"], whole["eval_loss"], rtol=1e-9)
+
+
+LATER = [pytest.mark.slow, pytest.mark.ci]
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw", *(pytest.param(n, marks=LATER) for n in ("sgd", "lion", "adafactor", "muon"))]
+)
+def test_every_optimisers_state_is_read_back_with_another_pipeline_bit_for_bit(name, tmp_path):
+    """Interleaved stages, none, uneven ones, and back: moments and weights stay what they were."""
+    optim = replace(CONFIG.optim, name=name, momentum=0.9 if name == "sgd" else 0.0)
+    config = replace(PIPED, optim=optim, model=replace(PIPED.model, layers=9))
+    numbers, before = np.random.default_rng(0), start(with_layout(config, "data=2"))
+    state = state_of(before, numbers.standard_normal)
+    expected = [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
+    interleaved, uneven = "pipe=4 fsdp=2 schedule=interleaved", "pipe=2 tensor=2 schedule=zb-v stage_layers=5,4"
+    for number, layout in enumerate((interleaved, "data=2", uneven, interleaved)):
+        checkpoints, run = Checkpoints(tmp_path / str(number), before), start(with_layout(config, layout))
+        checkpoints.save(state, number)
+        checkpoints.finish()
+        state, before = Checkpoints(tmp_path / str(number), run).restore(), run
+        assert jax.tree.map(lambda x: x.sharding, state) == run.shardings(at_rest=True)
+        assert [np.asarray(x).tobytes() for x in jax.tree.leaves(checkpoint._of_model(run, state))] == expected
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
 def test_every_optimisers_state_is_read_back_on_another_layout(name, tmp_path):
     optim = replace(CONFIG.optim, name=name, momentum=0.9 if name == "sgd" else 0.0)

@@ -166,7 +166,8 @@ def test_evaluation_of_21_examples_is_the_same_on_any_device_count():
     rows["mask_BT"] = np.roll(rows["mask_BT"], 1, axis=0)
     rows["mask_BT"][21:] = False
     expected = parity.reference.expected(replace(case, config=one), rows).loss
-    for layout in ("data=1", "data=2", "fsdp=2 tensor=2", "data=4 fsdp=2"):
+    pipes = ("pipe=2 data=2 microbatches=2", "pipe=2 tensor=2 microbatches=8 schedule=zb-h2 split_vocabulary=true")
+    for layout in ("data=1", "data=2", "fsdp=2 tensor=2", "data=4 fsdp=2", *pipes):
         run = run_of(case.config, layout)
         params = parity.put_params(run, case.params)
         batches = [

@@ -16,7 +16,7 @@ from meshwright.train.state import Run
 from meshwright.verify import oracle
 
 VOCABULARY = 101
-LLAMA = ModelConfig(layers=1, d_model=24, d_ff=24, heads=6, kv_heads=2, head_size=4, vocab_size=VOCABULARY)
+LLAMA = ModelConfig(layers=2, d_model=24, d_ff=24, heads=6, kv_heads=2, head_size=4, vocab_size=VOCABULARY)
 GPT = replace(LLAMA, family="gpt", kv_heads=6, positions=16, tied_embeddings=True)
 TRAIN = TrainConfig(batch_sequences=12, sequence_length=12, param_dtype="float64", compute_dtype="float64")
 GREEDY = Sampling()
@@ -63,7 +63,8 @@ def test_greedy_is_the_oracles_on_every_layout_also_beyond_the_window(model):
     params, prompt, count = weights(model), [5, 100, 17, 3], 14
     expected = by_hand(model, params, prompt, count)
     assert len(set(expected)) > 4, "this text says nothing"
-    for layout in ("data=1", "data=2 fsdp=2 tensor=2", "fsdp=4 zero=1", "tensor=6 sequence_parallel=false"):
+    layouts = ("data=1", "data=2 fsdp=2 tensor=2", "fsdp=4 zero=1", "tensor=6 sequence_parallel=false")
+    for layout in (*layouts, "pipe=2 fsdp=2 microbatches=3", "pipe=2 tensor=2 split_vocabulary=true schedule=zb-h1"):
         run = start(model, layout)
         assert generate(run, on_devices(run, params), prompt, count, GREEDY) == expected, layout
 
