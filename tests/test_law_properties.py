@@ -32,7 +32,9 @@ def run_of(config: RunConfig, text: str) -> Run:
     return Run.of(config, layout, mesh.make(layout))
 
 
-@pytest.mark.parametrize("layout", ["data=1", "data=2 microbatches=2", "fsdp=2 tensor=2"])
+@pytest.mark.parametrize(
+    "layout", ["data=1", "data=2 microbatches=2", "fsdp=2 tensor=2", "pipe=2 microbatches=4 schedule=zb-h1"]
+)
 def test_a_batch_without_targets_gives_zeros(layout):
     """Property 2: nothing is divided by zero where every target of the global batch is masked."""
     case, batch = verifier().case, verifier().oracle.batch(parse_layout("data=1"))
@@ -133,7 +135,9 @@ def test_initial_weights_of_layers_and_leaves_differ():
     assert np.unique(up).size > 0.99 * up.size
 
 
-@pytest.mark.parametrize("layout", ["data=2 fsdp=2 tensor=2", "fsdp=4 zero=1", "data=8"])
+@pytest.mark.parametrize(
+    "layout", ["data=2 fsdp=2 tensor=2", "fsdp=4 zero=1", "data=8", "pipe=2 fsdp=2 microbatches=4 schedule=zb-h2"]
+)
 def test_a_gradient_that_is_not_finite_is_skipped_everywhere(layout):
     """Property 9: one sequence's NaN, on one shard: all skip, the state is bit for bit the old one, it is counted."""
     case, batch = verifier().case, verifier().oracle.batch(parse_layout("data=1"))

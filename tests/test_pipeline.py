@@ -131,6 +131,19 @@ def test_what_a_layer_keeps_changes_nothing(name, remat):
     require_close(parity.loss_and_gradient(case, layout, batch), parity.reference.loss_and_gradient(own.case, batch))
 
 
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("tpu", "pipe=4 tensor=2 microbatches=4 split_vocabulary=true"),
+        pytest.param("tpu", "pipe=2 fsdp=2 tensor=2 microbatches=3 schedule=zb-v", marks=LATER),
+        pytest.param("gpu", "pipe=2 fsdp=4 microbatches=3 schedule=zb-h1", marks=LATER),
+    ],
+)
+def test_the_form_for_accelerators_is_equal_too(form, layout):
+    """Loops over a chunk's layers, other matmuls and look-ups, layers recomputed."""
+    require_equal(Verifier(CONFIGS["llama, 5 layers"], "float64", form)(parse_layout(layout)))
+
+
 @functools.cache
 def with_dropout() -> Verifier:
     model = replace(LLAMA, layers=5, dropout_embedding=0.2, dropout_attention=0.3, dropout_residual=0.1)
