@@ -6,12 +6,14 @@ docs/law_table.md.
 """
 
 import functools
+import io
 import math
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from meshwright import mesh
 from meshwright.config import LayoutConfig, ModelConfig, OptimConfig, Refused, RunConfig, TrainConfig, parse_layout
@@ -240,6 +242,11 @@ def test_the_heaviest_stage_is_what_is_reported():
     q = rows["layers/attention/q_LDNH"]
     assert q["shard_shape"][0] == 5
     assert q["bytes_per_device"] == 4 * 5 * math.prod(q["shard_shape"][1:])
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(layout_table.draw(list(rows.values()), layout_table.stages(config)))
+    text = console.export_text()
+    assert "stage 0: 5 layers, 0-4" in text and "stage 3: 1 layer, 7" in text
+    assert "a device holds 5 rows of L, some without a layer" in text
 
 
 # ---- tied weights ----------------------------------------------------------------------------------------------

@@ -44,11 +44,12 @@ def _show_mesh(args: argparse.Namespace) -> None:
 def _show_layout(args: argparse.Namespace) -> None:
     config = read_config(args)
     check(config, args.devices)
-    rows = layout_table.rows(config)
+    rows, stages = layout_table.rows(config), layout_table.stages(config)
     if args.json:
-        print_json({"layout": str(config.layout), "parameters": parameter_count(config.model), "rows": rows})
+        facts = {"layout": str(config.layout), "parameters": parameter_count(config.model)}
+        print_json(facts | ({"stages": stages} if stages else {}) | {"rows": rows})
     else:
-        Console(highlight=False).print(layout_table.draw(rows))
+        Console(highlight=False).print(layout_table.draw(rows, stages))
 
 
 def _show_config(args: argparse.Namespace) -> None:

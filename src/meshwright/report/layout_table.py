@@ -37,6 +37,13 @@ def rows(config: RunConfig) -> list[dict[str, Any]]:
     return table
 
 
+def stages(config: RunConfig) -> list[list[list[int]]]:
+    """The layers of each pipeline stage and chunk; without a pipeline there are none to tell."""
+    if config.layout.pipe == 1:
+        return []
+    return [[list(chunk) for chunk in own] for own in Layout(config.layout, config.model).stages.layers]
+
+
 def gradient(layout: Layout, letters: str) -> str:
     """What is done with a parameter's gradient to make it whole, in words."""
     working = _axes(layout.working(letters))
@@ -62,8 +69,8 @@ def _names(axes: list[str]) -> str:
     return ", ".join(axes)
 
 
-def draw(table: list[dict[str, Any]]) -> RenderableType:
-    """The table for the terminal: parameters by group, the bytes of all, and what the gradients' marks mean."""
+def draw(table: list[dict[str, Any]], layers: list[list[list[int]]] | None = None) -> RenderableType:
+    """The table for the terminal: parameters by group, the bytes of all, what the gradients' marks mean, and `stages`."""
     marks = {moved: chr(ord("a") + i) for i, moved in enumerate(dict.fromkeys(row["gradient"] for row in table))}
     drawn = Table(box=None, pad_edge=False, header_style="bold", show_footer=True, footer_style="bold")
     total = sum(row["bytes_per_device"] for row in table)
@@ -83,7 +90,26 @@ def draw(table: list[dict[str, Any]]) -> RenderableType:
         drawn.add_row(
             f"  {name}", Text(row["type"]), *shapes, bytes_text(row["bytes_per_device"]), marks[row["gradient"]]
         )
-    return Group(drawn, Text(), *(Text(f"  gradient {mark}: {moved}") for moved, mark in marks.items()))
+    meaning = (Text(f"  gradient {mark}: {moved}") for moved, mark in marks.items())
+    return Group(drawn, Text(), *meaning, *_drawn_stages(layers or []))
+
+
+def _drawn_stages(layers: list[list[list[int]]]) -> list[Text]:
+    """A line for each stage, and how many rows of every layer array a device has."""
+    if not layers:
+        return []
+    counts = [sum(map(len, chunks)) for chunks in layers]
+    rows = max(len(chunk) for chunks in layers for chunk in chunks) * len(layers[0])
+    lines = [
+        Text(f"  stage {stage}: {count} layer{'s' if count > 1 else ''}, {' and '.join(map(_span, chunks))}")
+        for stage, (count, chunks) in enumerate(zip(counts, layers, strict=True))
+    ]
+    spare = ", some without a layer" if min(counts) < rows else ""
+    return [Text(), *lines, Text(f"  a device holds {rows} rows of L{spare}")]
+
+
+def _span(chunk: list[int]) -> str:
+    return str(chunk[0]) if len(chunk) == 1 else f"{chunk[0]}-{chunk[-1]}"
 
 
 def bytes_text(count: float) -> str:
