@@ -120,7 +120,17 @@ BAD = [
     (["show", "mseh"], "'mesh'"),
     (["show", "layout", "llama-demo", "--layout", "tensor=3"], "tensor=3"),
     (["show", "mesh", "--layout", "fsdp=2", "--devices", "8"], "8"),
-    (["show", "mesh", "--layout", "data=10000000000"], "10,000,000,000"),
+    (["show", "mesh", "--layout", "data=10000000000"], "at most 65536"),
+    (["train", "llama-tiny", "--layout", "pipe=4 microbatches=40000"], "must be a multiple of one device x microbatches"),
+    (["train", "llama-tiny", "--layout", "pipe=4 chunks=9999 schedule=interleaved"], "need at least 39996 layers"),
+    (["train", "llama-tiny", "--layout", "schedule=1g1b"], "Did you mean '1f1b'?"),
+    (["train", "llama-tiny", "--set", "model.layers=1000000000"], "at most 10000"),
+    (["train", "llama-tiny", "--set", "model.vocab_size=1000000000000"], "at most"),
+    (["train", "llama-tiny", "--set", "train.batch_sequences=1000000000"], "at most"),
+    (["train", "llama-tiny", "--run-directory", ""], "name a directory"),
+    (["train", "llama-tiny", "--run-directory", "a" * 300], "name another with --run-directory"),
+    (["train", "llama-tiny", "--wait", "-4"], "above 0"),
+    (["train", "llama-tiny", "--layout", "pipe=4 microbatches=4", "--devices", "8"], "'pipe=4 data=2 microbatches=4'"),
 ]
 
 

@@ -19,7 +19,9 @@ def carry_out(table: Timetable) -> list[tuple[int, Op]]:
     done: list[tuple[int, Op]] = []
 
     def put(ring: str, stage: int, slot: int, label: object) -> None:
-        assert slot < table.depths[ring] and slot not in rings[ring][stage], f"{label} overwrites {ring} on stage {stage}"
+        assert slot < table.depths[ring] and slot not in rings[ring][stage], (
+            f"{label} overwrites {ring} on stage {stage}"
+        )
         rings[ring][stage][slot] = label
 
     def take(ring: str, stage: int, slot: int, label: object) -> None:

@@ -51,6 +51,13 @@ def _at_least(section: str, config: Any, least: float, *names: str) -> None:
         require(value >= least, f"{section}.{name}={value} must be at least {least}")
 
 
+def _at_most(section: str, config: Any, **limits: int) -> None:
+    """Beyond any run there is, so a slip of the pen: refused at once instead of after hours of counting."""
+    for name, most in limits.items():
+        value = getattr(config, name)
+        require(value <= most, f"{section}.{name}={value} must be at most {most}")
+
+
 def _share(section: str, config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
@@ -106,6 +113,9 @@ class ModelConfig:
         _one_of("model.family", self.family, FAMILIES)
         _at_least(
             "model", self, 1, "layers", "d_model", "d_ff", "heads", "kv_heads", "head_size", "vocab_size", "positions"
+        )
+        _at_most(
+            "model", self, layers=10_000, d_model=2**20, d_ff=2**22, heads=2**14, head_size=2**14, vocab_size=2**26
         )
         _share("model", self, "dropout_embedding", "dropout_attention", "dropout_residual")
         require(self.norm_eps > 0, f"model.norm_eps={self.norm_eps} must be above 0")
@@ -246,6 +256,7 @@ class TrainConfig:
         _at_least(
             "train", self, 1, "steps", "sequence_length", "loss_chunk_tokens", "keep_checkpoints", "batch_sequences"
         )
+        _at_most("train", self, batch_sequences=2**22, batch_tokens=2**36, sequence_length=2**26, steps=2**31)
         _at_least(
             "train",
             self,
@@ -340,6 +351,7 @@ class LayoutConfig:
 
     def __post_init__(self) -> None:
         _at_least("layout", self, 1, *AXES, "microbatches", "chunks")
+        _at_most("layout", self, **dict.fromkeys(AXES, 2**16), microbatches=2**16, chunks=10_000)
         require(self.zero in (0, 1, 2, 3), f"layout.zero={self.zero} must be 0, 1, 2 or 3")
         _one_of("layout.gather", self.gather, ("use", "step"))
         _one_of("layout.stash", self.stash, ("layer", "stage"))

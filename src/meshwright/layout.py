@@ -233,6 +233,7 @@ def check(config: RunConfig, device_count: int | None = None) -> Layout:
     _check_devices(layout, device_count)
     _check_model(layout)
     _check_batch(layout, config)
+    stages_of(config.layout, config.model)  # last, for a schedule of many microbatches takes its time
     return layout
 
 
@@ -243,16 +244,21 @@ def _allowed(values: list[int]) -> str:
 def _check_devices(layout: Layout, device_count: int | None) -> None:
     needed = layout.config.device_count
     if device_count is not None and needed != device_count:
-        product = " x ".join(f"{axis}={degree}" for axis, degree in layout.config.degrees.items() if degree > 1) or "1"
+        degrees = [f"{axis}={degree}" for axis, degree in layout.config.degrees.items() if degree > 1]
+        product = f"{' x '.join(degrees)} = {needed} devices" if degrees else "1 device"
         fits = ", ".join(f"'{text}'" for text in _suggest(layout, device_count)) or "none with data, fsdp and tensor"
         raise Refused(
-            f"layout '{layout.config}' needs {product} = {needed} devices, but there are {device_count}; layouts that fit: {fits}"
+            f"layout '{layout.config}' needs {product}, but there are {device_count}; layouts that fit: {fits}"
         )
 
 
 def _suggest(layout: Layout, device_count: int) -> Iterator[str]:
-    """A few layouts of the same model for exactly `device_count` devices."""
+    """A few layouts of the same model for exactly `device_count` devices; the same with more data parallelism comes first."""
     shown = 0
+    if device_count % layout.config.device_count == 0 and layout.live(*AXES):
+        shown += 1
+        more = layout.config.data * (device_count // layout.config.device_count)
+        yield str(replace(layout.config, data=more))
     for tensor in (1, 2, 4, 8):
         if device_count % tensor or shown == 4:
             continue
@@ -291,7 +297,6 @@ def _check_model(layout: Layout) -> None:
         model.is_language_model or not layout.config.split_vocabulary,
         f"layout.split_vocabulary needs a vocabulary, and the family {model.family!r} has none; leave it out",
     )
-    stages_of(layout.config, model)
     axes = layout.live(*ZERO_AXES)
     degree = layout.degree(axes)
     require(

@@ -75,6 +75,8 @@ def stages_of(layout: LayoutConfig, model: ModelConfig) -> Stages:
         if not layout.schedule.endswith(".csv"):
             require_known(layout.schedule)
         return Stages(((range(model.layers),),))
+    if layout.chunks > model.layers:
+        _require_layers(layout.pipe, layout.chunks, model.layers)  # before a schedule is made for so many
     schedule = schedule_of(layout)
     counts = (
         _asked(layout, model, schedule) if layout.stage_layers != "balanced" else _balanced(layout, model, schedule)
@@ -115,13 +117,17 @@ def _asked(layout: LayoutConfig, model: ModelConfig, schedule: Schedule) -> list
     return counts
 
 
+def _require_layers(stages: int, chunks: int, layers: int) -> None:
+    require(
+        stages * chunks <= layers,
+        f"layout.pipe={stages} x {chunks} {'chunk' if chunks == 1 else 'chunks'} need at least {stages * chunks} layers,"
+        f" but the model has {layers} (model.layers); lower layout.pipe or layout.chunks",
+    )
+
+
 def _balanced(layout: LayoutConfig, model: ModelConfig, schedule: Schedule) -> list[list[int]]:
     """The split whose busiest stage has the least work, the head's counted; among nearly equal ones that with the fewest rows."""
-    require(
-        schedule.positions <= model.layers,
-        f"layout.pipe={schedule.stages} x {schedule.chunks} {'chunk' if schedule.chunks == 1 else 'chunks'} need at least"
-        f" {schedule.positions} layers, but the model has {model.layers} (model.layers); lower layout.pipe or layout.chunks",
-    )
+    _require_layers(layout.pipe, schedule.chunks, model.layers)
     last = schedule.at(schedule.positions - 1)[0]
     extra = [0.0 if s != last or layout.split_vocabulary else _head_in_layers(model) for s in range(schedule.stages)]
     return [_evenly(n, schedule.chunks) for n in _least_work(model.layers, schedule.chunks, tuple(extra))]

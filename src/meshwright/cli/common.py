@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,8 +68,15 @@ def read_config(args: argparse.Namespace, default: RunConfig | None = None) -> R
 
 def start_devices(needed: int) -> None:
     """Emulate `needed` CPU devices where there are fewer accelerators. Call it before anything imports JAX."""
-    if accelerator_count() < needed:
-        emulate(needed)
+    count, asked = accelerator_count(), os.environ.get("JAX_PLATFORMS", "").split(",")
+    if count >= needed:
+        return
+    require(
+        not asked[0] or "cpu" in asked,
+        f"JAX_PLATFORMS={','.join(asked)} asks for {needed} accelerators, but there are {count} here;"
+        " unset it, or set it to cpu, to emulate devices",
+    )
+    emulate(needed)
 
 
 def accelerator_count() -> int:
@@ -97,11 +105,12 @@ def print_json(document: Any) -> None:
 
 
 def writable_directory(path: Path) -> None:
-    """Refuse a directory that cannot be made or written, without making it."""
-    existing = next((p for p in (path, *path.absolute().parents) if p.exists()), Path("/"))
-    if not existing.is_dir():
-        raise Refused(f"{str(path)!r} cannot be made: {str(existing)!r} is a file; name another with --run-directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise Refused(
-            f"{str(path)!r} cannot be written: no permission in {str(existing)!r}; name another with --run-directory"
-        )
+    """Refuse a directory that cannot be made or written; nothing of it is left."""
+    remedy = "name another with --run-directory"
+    try:
+        existing = next((p for p in (path, *path.absolute().parents) if p.exists()), Path("/"))
+        if not existing.is_dir():
+            raise Refused(f"{str(path)!r} cannot be made: {str(existing)!r} is a file; {remedy}")
+        os.rmdir(tempfile.mkdtemp(dir=existing, prefix=".meshwright-"))
+    except OSError as error:
+        raise Refused(f"{str(path)[:200]!r} cannot be written: {error.strerror}; {remedy}") from None

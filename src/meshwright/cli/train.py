@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,13 +24,13 @@ from meshwright.cli.common import (
     start_devices,
     writable_directory,
 )
-from meshwright.config import Refused, RunConfig, flat, load, require
+from meshwright.config import Refused, RunConfig, flat, load, override, require
 from meshwright.layout import check
 from meshwright.mesh import join_processes, keep_compiled, require_groups
 from meshwright.presets import PRESETS, resolve
 from meshwright.train import sources
 from meshwright.train.cache import cache_directory
-from meshwright.train.resume import require_same_run
+from meshwright.train.resume import differences, require_same_run
 
 RUNS = Path("runs")
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, optional=True)
     add_devices(parser, "devices to use; CPU devices are emulated where there are not enough real ones")
     parser.add_argument(
-        "--run-directory", metavar="DIR", type=Path, help=f"where the run is written (default: {RUNS}/NAME)"
+        "--run-directory", metavar="DIR", type=_directory, help=f"where the run is written (default: {RUNS}/NAME)"
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint, on the same or another layout"
@@ -50,11 +51,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--wait",
         metavar="SECONDS",
-        type=float,
+        type=_seconds,
         default=processes.COME_S,
         help="how long processes wait for each other to come (default: %(default)g)",
     )
     add_json(parser)
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a directory, as in runs/mine")
+    return Path(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,10 +168,23 @@ def resumed_config(args: argparse.Namespace, directory: Path) -> RunConfig:
         recorded_layout = recorded.layout
         args.config, base = None, replace(resolve(args.config), layout=recorded_layout)
     else:
+        if args.config is not None and args.run_directory is not None:
+            same_model(args, directory, recorded)
         args.config, base = None, recorded
     config = read_config(args, default=base)
     require_same_run(directory, recorded, config)
     return config
+
+
+def same_model(args: argparse.Namespace, directory: Path, recorded: RunConfig) -> None:
+    """Refuse a preset whose model is not that of the run in `directory`."""
+    named = override(resolve(args.config), args.set)
+    found = differences(recorded, replace(recorded, model=named.model))
+    require(
+        not found,
+        f"--resume: the run in {str(directory)!r} is not of {args.config}: {'; '.join(found[:3])};"
+        " leave CONFIG out to go on with the run as it is recorded",
+    )
 
 
 def require_data(config: RunConfig) -> None:
@@ -186,7 +216,7 @@ def choose_directory(args: argparse.Namespace) -> Path:
     if given is None:
         return unused(RUNS, config_name(args))
     require(
-        not (given / "config.toml").exists(),
+        not os.path.exists(given / "config.toml"),
         f"{str(given)!r} already holds a run; add --resume to go on with it, or name another --run-directory",
     )
     return given

@@ -12,7 +12,7 @@ import csv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.config import Refused, require
 from meshwright.schedules.place import ticks
@@ -48,6 +48,7 @@ def read_csv(path: str | Path, delay: int = 1) -> Schedule:
         delay: the ticks between making and using that the table must leave (`Schedule.delay`).
     """
     path = Path(path)
+    require(path.is_file() or not path.exists(), f"schedule file {str(path)!r} is no file")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -59,15 +60,22 @@ def read_csv(path: str | Path, delay: int = 1) -> Schedule:
     return _check(path, _schedule(path.stem, lines, delay), lines)
 
 
+def _rows(path: Path, reader: Any) -> Iterator[list[str]]:
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise Refused(f"{path}, line {reader.line_num}: {error}") from None
+
+
 def _parse(path: Path, text: str) -> Iterator[_Line]:
     reader = csv.reader(text.splitlines(), skipinitialspace=True)
-    header = [name.strip() for name in next(reader, [])]
+    header = [name.strip() for name in next(_rows(path, reader), [])]
     require(
         len(set(header)) == len(header) and set(COLUMNS[:4]) <= set(header) <= set(COLUMNS),
         f"{path}, line 1: the columns are {', '.join(header) or 'none'}; they must be {', '.join(COLUMNS[:4])}"
         f" and may be {COLUMNS[4]}",
     )
-    for cells in reader:
+    for cells in _rows(path, reader):
         place = f"{path}, line {reader.line_num}"
         if not any(cell.strip() for cell in cells):
             continue
@@ -78,7 +86,7 @@ def _parse(path: Path, text: str) -> Iterator[_Line]:
         for name, cell in numbers.items():
             require(
                 cell.isascii() and cell.isdigit() and len(cell) < 10,
-                f"{place}: {name}={cell!r} must be a whole number from 0",
+                f"{place}: {name}={cell!r} must be a whole number from 0 to 999999999",
             )
         require(row["op"] in KINDS, f"{place}: op={row['op']!r} must be one of {', '.join(KINDS)}")
         value = {name: int(cell) for name, cell in numbers.items()}

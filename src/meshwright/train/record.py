@@ -73,7 +73,11 @@ class Records:
     @property
     def grid(self) -> Any:
         degrees = self.run.config.layout.degrees
-        ids = [device.id for device in self.run.mesh.devices.flat]
+        devices = list(self.run.mesh.devices.flat)
+        numbers = {
+            d: i for i, d in enumerate(sorted(devices, key=lambda d: d.id))
+        }  # CPU ids of processes are far apart
+        ids = [numbers[d] if self.is_emulated else d.id for d in devices]
         return mesh_drawing.grid(degrees, ids, emulated=self.is_emulated)
 
     def begin(self, done: int, say: Callable[[str], None]) -> None:
