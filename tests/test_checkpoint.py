@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from meshwright import mesh
+from meshwright import mesh, presets
+from meshwright.cli.main import main
 from meshwright.config import (
     DataConfig,
     ModelConfig,
@@ -447,3 +448,11 @@ def test_killed_at_any_moment_of_a_save_the_newest_complete_checkpoint_goes_on(k
     expected, got = rows(tmp_path / "whole"), rows(tmp_path / "run")
     assert [row["step"] for row in got] == [row["step"] for row in expected]
     np.testing.assert_allclose([r["loss"] for r in got[:-1]], [r["loss"] for r in expected[:-1]], rtol=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["llama-demo", "gpt-tiny"])
+def test_a_run_is_not_resumed_under_another_models_name(preset, tmp_path, capsys):
+    (tmp_path / "config.toml").write_text(to_toml(presets.resolve("llama-tiny")))
+    assert main(["train", preset, "--resume", "--run-directory", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert f"is not of {preset}" in message and "model." in message and "leave CONFIG out" in message
