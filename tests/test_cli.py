@@ -121,7 +121,10 @@ BAD = [
     (["show", "layout", "llama-demo", "--layout", "tensor=3"], "tensor=3"),
     (["show", "mesh", "--layout", "fsdp=2", "--devices", "8"], "8"),
     (["show", "mesh", "--layout", "data=10000000000"], "at most 65536"),
-    (["train", "llama-tiny", "--layout", "pipe=4 microbatches=40000"], "must be a multiple of one device x microbatches"),
+    (
+        ["train", "llama-tiny", "--layout", "pipe=4 microbatches=40000"],
+        "must be a multiple of one device x microbatches",
+    ),
     (["train", "llama-tiny", "--layout", "pipe=4 chunks=9999 schedule=interleaved"], "need at least 39996 layers"),
     (["train", "llama-tiny", "--layout", "schedule=1g1b"], "Did you mean '1f1b'?"),
     (["train", "llama-tiny", "--set", "model.layers=1000000000"], "at most 10000"),

@@ -276,9 +276,9 @@ def _model_kinds(run: Run) -> Tree:
 
 def _fitting(run: Run, spec: Any, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
     """Axes for each dim as in `spec`; those that do not divide their dim go to another that they divide, or nowhere."""
-    axes = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
+    axes: list[tuple[str, ...]] = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
     axes += [()] * (len(shape) - len(axes))
-    degree = lambda names: run.layout.degree(names)  # noqa: E731
+    degree = run.layout.degree
     for dim, size in enumerate(shape):
         if size % degree(axes[dim]):
             homeless, axes[dim] = axes[dim], ()
