@@ -51,6 +51,7 @@ def located(verifier: Verifier, layout: LayoutConfig, result: Result) -> Place:
     with jax.enable_x64(True):
         place = _Search(case, layout, verifier.oracle.batch(layout), verifier.limit, dropped).place()
     sentence = f"with dropout, {place.sentence}" if dropped else place.sentence
+    sentence += f"; {result.reason}" if place.at == "sum" else ""
     return Place("pipeline", place.at, sentence)
 
 
@@ -266,8 +267,12 @@ class _Search:
         places = [self._named(stage, chunk, own) for stage, chunk, own in found]
         parts = [f"on {' and on '.join(places)}, {listed(leaves)}"] if places else []
         parts += [f"of {listed(ends)}"] if ends else []
+        if not parts:
+            return Place(
+                "pipeline", "sum", "what stages make and every gradient agree when they are computed once more"
+            )
         counted = f"of {self._counted(wrong)} " if wrong else ""
-        at = f"stage {found[0][0]} chunk {found[0][1]}" if found else ends[0] if ends else "sum"
+        at = f"stage {found[0][0]} chunk {found[0][1]}" if found else ends[0]
         sentence = f"what stages send each other agrees; gradients {counted}differ: {'; '.join(parts)}"
         return Place("pipeline", f"gradient {at}", sentence)
 
