@@ -347,7 +347,8 @@ class LayoutConfig:
     split_vocabulary: bool = False
     """Split embedding and head over pipe as well as tensor: all stages work on both, instead of the first and the last."""
     uniform_ticks: bool = False
-    """Run a pipeline without branches: every stage does the work of every tick and throws away what is not its own."""
+    """Run a pipeline's F, B and W without branches: every stage does the work of every tick and throws away what is not its
+    own. Branches remain for the model's ends (but see `split_vocabulary`) and for rows without a layer."""
 
     def __post_init__(self) -> None:
         _at_least("layout", self, 1, *AXES, "microbatches", "chunks")
